@@ -39,14 +39,13 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "tests/comm/test_moves.py::test_every_bit_arrives",
     ),
     "ZeRO-1, ZeRO-2": tuple(
-        f"tests/integration/test_engines.py::{name}[2-{case}]"
+        f"tests/integration/test_engines.py::{name}[2-coded-{case}]"
         for name in ("test_plain_and_coded_agree", "test_training_moves")
         for case in ("zero1", "zero2")
     ),
     "ZeRO-3": tuple(
-        f"tests/integration/test_engines_zero3.py::{name}[2-{kind}-plain]"
-        for name in ("test_plain_and_coded_agree", "test_differences_after_the_first_gather")
-        for kind in ("host", "device")
+        f"tests/integration/test_engines_versions.py::test_frozen_parameters_change_no_bit_and_send_nothing[{bases}]"
+        for bases in ("auto", "all")
     ),
     "MoE": ("tests/integration/test_moe.py::test_always_has_the_bits_of_plain_runs[2-top-2]",),
     "HF Trainer, Accelerate": ("tests/integration/test_hf.py",),

@@ -1,7 +1,7 @@
 """Real DeepSpeed engines on groups in stream order: the schedules of NCCL groups on CPUs, see tests/support/shim.py.
 
 With two ranks training has the bits of plain communication. On four ranks parameters and all-to-alls have them, and sums have the bits of
-the documented order, by the host.
+the documented order, by the host; so have those of gloo groups, with `"reduction": "fp32"`.
 """
 
 from __future__ import annotations
@@ -17,11 +17,10 @@ import engines
 import levels
 import pytest
 import shim
-import test_engines as zero12
-import test_engines_by_node as sums
-import test_engines_zero3 as zero3
+import test_engines as on_gloo
 import tiers
 import torch
+import torch.distributed as dist
 from engines import ADAM, SOURCES, Lab, Model, bits, rank_program
 from programs import launch, plain_and_coded, reference
 from torch import nn
@@ -29,6 +28,7 @@ from torch import nn
 from ds_zipccl.comm import topology
 from ds_zipccl.kernels.cuda.backend import CudaBackend
 from ds_zipccl.ops import OPS
+from ds_zipccl.telemetry import counters
 
 SECTION = {"enabled": True, "mode": "always", "min_bytes": 1024, "nccl": "on", "nccl_min_bytes": 4096}
 #: Sections: every operation coded, with our sums; and all but sums coded, on any number of ranks.
@@ -71,76 +71,104 @@ def split(model: Model) -> Any:
     return split_params_into_different_moe_groups_for_optimizer(everything)
 
 
-def experts(lab: Lab, stage: int, **more: Any) -> None:
-    engine = lab.engine(make=Experts, groups=split, zero={"stage": stage}, **more)
-    lab.train_phase(engine, 3, "trained", {})
-
-
-def options(lab: Lab, **zero: Any) -> None:
-    """Train with options of the section ``zero_optimization``."""
-    more = zero3.ZERO3 if zero["stage"] == 3 else {}
-    lab.train_phase(lab.engine(zero={**more, **zero}), 3, "trained", {})
-
-
-def set_from_outside(lab: Lab) -> None:
-    """Weights of a ZeRO-3 engine are set by DeepSpeed's functions for that, between steps and between batches of a step."""
-    from deepspeed.utils import safe_get_full_fp32_param, safe_set_full_fp32_param
-
-    engine = zero3.start(lab, "accumulating")
-    lab.train_phase(engine, 2, "before", {})
-    for weight in (engine.module.head.weight, engine.module.layers[0].weight):
-        safe_set_full_fp32_param(weight, safe_get_full_fp32_param(weight) * 0.5)
-    lab.train_phase(engine, 1, "set between steps", {})
-    for batch in range(engine.gradient_accumulation_steps()):
-        lab.backward(engine)
-        engine.step()
-        if batch == 1:
-            weight = engine.module.layers[1].weight
-            safe_set_full_fp32_param(weight, torch.randn(weight.ds_shape, generator=torch.Generator().manual_seed(5)))
-    lab.train_phase(engine, 1, "set between batches", {})
-
-
-def frozen(lab: Lab) -> None:
-    """Parameters of a ZeRO-3 engine that no optimizer has."""
-
-    def trained(model: Model) -> Any:
-        model.embedding.requires_grad_(False)
-        return [parameter for parameter in model.parameters() if parameter.requires_grad]
-
-    engine = zero3.start(lab, groups=trained)
-    lab.train_phase(engine, 3, "trained", {})
-
-
-OPTIONS: dict[str, dict[str, Any]] = {
-    "zero1 apart": {"stage": 1, "contiguous_gradients": False},
-    "zero2 apart": {"stage": 2, "contiguous_gradients": False, "overlap_comm": True},
-    "zero3 apart": {"stage": 3, "contiguous_gradients": False, "overlap_comm": False},
-    "zero3 round robin": {"stage": 3, "round_robin_gradients": True},
+#: What a case of three steps gives to the engine.
+SETTINGS: dict[str, dict[str, Any]] = {
+    "zero1 apart": {"zero": {"stage": 1, "contiguous_gradients": False}},
+    "zero2 apart": {"zero": {"stage": 2, "contiguous_gradients": False, "overlap_comm": True}},
+    "zero3 apart": {"zero": on_gloo.ZERO3 | {"contiguous_gradients": False, "overlap_comm": False}},
+    "moe zero1": {"make": Experts, "groups": split, "zero": {"stage": 1}},
+    "moe zero2": {"make": Experts, "groups": split, "zero": {"stage": 2}},
 }
-EDITS: dict[str, Callable[[Lab], None]] = {"zero3 set from outside": set_from_outside, "zero3 frozen": frozen}
-EXPERT_CASES: dict[str, Callable[[Lab], None]] = {
-    f"moe zero{stage}": functools.partial(experts, stage=stage) for stage in (1, 2)
-}
-OTHERS = ("beside ZeRO-3", "several engines", "parameter_groups zero2", "checkpoint zero1", "checkpoint zero2",
-          "checkpoint bf16 optimizer", "without_gradients zero2", "overflow zero2", "out_of_step zero2",
-          "edited_by_all zero2", "edited_by_all bf16 optimizer")  # fmt: skip
-CASES = {name: zero12.CASES[name] for name in (*zero12.SETTINGS, *OTHERS)}
-CASES |= {
-    f"zero3 {name}": zero3.CASES[name]
-    for name in (*zero3.SETTINGS, "edited", "checkpoint", "several_engines", "overflow", "evaluated")
-}
-CASES |= {name: functools.partial(options, **settings) for name, settings in OPTIONS.items()} | EDITS | EXPERT_CASES
+
+
+def trained(lab: Lab, name: str) -> None:
+    lab.train_phase(lab.engine(**SETTINGS[name]), 3, "trained", {})
+
+
+#: Cases of test_engines.py, which has more of the same kinds. Those of ZeRO-3 that test_engines_agreed.py has are not here.
+SHARED = ("zero1", "zero2", "zero2 accumulating", "bf16 optimizer", "offload", "many buckets", "fp32 gradients", "beside ZeRO-3",
+         "several engines", "parameter_groups zero2", "checkpoint zero2", "checkpoint bf16 optimizer", "without_gradients zero2",
+         "overflow zero2", "out_of_step zero2", "edited_by_all bf16 optimizer", "zero3 plain", "zero3 accumulating", "zero3 overlap",
+         "zero3 offload", "zero3 all reduced", "zero3 hpz", "zero3 several engines")  # fmt: skip
+CASES = {name: on_gloo.CASES[name] for name in SHARED}
+CASES |= {name: functools.partial(trained, name=name) for name in SETTINGS}
 #: On four ranks: parameters and experts alone are coded.
 MOVED = ("zero2", "zero3 plain", "zero3 hpz", "moe zero2")
-#: On four ranks: stage -> nodes of the ranks and their documented order. The cases of the order have its name.
-SUMMED = {1: "one level", 2: "two levels"}
-BY_HOST = {f"{stage} {order}": sums.CASES[f"{stage} {order}"] for stage in sums.STAGES for order in SUMMED.values()}
-IN_ORDER = {f"{stage} in order": functools.partial(sums.train, stage=stage, order="") for stage in sums.STAGES}
+
+# ---- sums of four ranks --------------------------------------------------------------------------------------------
+
+#: Smaller sums have no schedule.
+SUMMED_BYTES = 4096
+#: Stage -> settings, and the operation that sums gradients.
+STAGES: dict[str, tuple[dict[str, Any], str]] = {
+    "zero2": ({"reduce_bucket_size": 20_000, "overlap_comm": True}, "reduce_to_owners"),
+    "zero3": ({"stage3_param_persistence_threshold": 1000, "reduce_bucket_size": 60_000}, "reduce_scatter_tensor"),
+}
+#: Orders of the sums of a plain run, by the host.
+ORDERS: dict[str, Callable[..., torch.Tensor]] = {
+    "one level": levels.in_one_level,
+    "two levels": lambda everyone, average: levels.in_two_levels(everyone, levels.nodes_of(2, 2), average),
+}
+
+
+def sum_by_host(patch: pytest.MonkeyPatch, order: Callable[..., torch.Tensor]) -> None:
+    """Until ``patch`` ends, DeepSpeed's sums of large messages are made by the host, from the contributions of all ranks."""
+    from deepspeed.comm.torch import TorchBackend
+
+    plain, added = {}, dist.ReduceOp.SUM
+
+    def total(self: Any, tensor: torch.Tensor, op: Any, group: Any) -> torch.Tensor:
+        everyone = [torch.empty_like(tensor).view(-1) for _ in range(dist.get_world_size(group))]
+        dist.all_gather(everyone, tensor.detach().reshape(-1), group)
+        return order(everyone, self._reduce_op(op) == dist.ReduceOp.AVG)
+
+    def all_reduce(self: Any, tensor: Any, op: Any = added, group: Any = None, async_op: bool = False) -> Any:
+        if tensor.nbytes < SUMMED_BYTES:
+            return plain["all_reduce"](self, tensor, op, group, async_op)
+        tensor.copy_(total(self, tensor, op, group).view(tensor.shape))
+        return _Done()
+
+    def reduce_scatter_tensor(
+        self: Any, output_tensor: Any, input_tensor: Any, op: Any = added, group: Any = None, async_op: bool = False
+    ) -> Any:
+        if input_tensor.nbytes < SUMMED_BYTES:
+            return plain["reduce_scatter_tensor"](self, output_tensor, input_tensor, op, group, async_op)
+        shards = total(self, input_tensor, op, group).chunk(dist.get_world_size(group))
+        output_tensor.copy_(shards[dist.get_rank(group)].view(output_tensor.shape))
+        return _Done()
+
+    for replacement in (all_reduce, reduce_scatter_tensor):
+        plain[replacement.__name__] = getattr(TorchBackend, replacement.__name__)
+        patch.setattr(TorchBackend, replacement.__name__, replacement)
+
+
+class _Done:
+    def wait(self) -> None:
+        pass
+
+
+def summed(lab: Lab, stage: str, order: str = "") -> None:
+    """Train as the environment says, or with sums by the host in an order."""
+    settings, op = STAGES[stage]
+    with pytest.MonkeyPatch.context() as patch:
+        if order:
+            sum_by_host(patch, ORDERS[order])
+        lab.train(lab.engine(zero={"stage": int(stage[-1]), **settings}), 3)
+    if not order:
+        (row,) = [row for row in counters.rows() if (row["role"], row["op"]) == ("zero_grad", op)]
+        assert row["calls"] >= 3 and set(row["reasons"]) <= {"smaller than min_bytes"}
+    lab.ends("trained", {})
+
+
+BY_HOST = {
+    f"{stage} {order}": functools.partial(summed, stage=stage, order=order) for stage in STAGES for order in ORDERS
+}
+IN_ORDER = {f"{stage} in order": functools.partial(summed, stage=stage) for stage in STAGES}
 
 # ---- tests ---------------------------------------------------------------------------------------------------------
 
 Run = dict[str, list[dict[str, Any]]]
-WITH = (Path(zero12.__file__), Path(zero3.__file__), Path(sums.__file__), Path(levels.__file__), *SOURCES)
+WITH = (Path(on_gloo.__file__), Path(levels.__file__), *SOURCES)
 #: What the short tier trains.
 SHORT = ("zero2", "zero3 plain", "moe zero2")
 #: hpZ's groups of ranks stay in DeepSpeed for all later engines of a process, so that it has four ranks, and no engine of ZeRO-3 after it.
@@ -204,10 +232,10 @@ def test_large_messages_are_coded(two: tuple[Run, Run], case: str) -> None:
 @pytest.mark.full
 def test_a_wrong_bit_shows(two: tuple[Run, Run], tmp_path: Path) -> None:
     """Negative proof: one wrong bit in a gather of one rank changes the results."""
-    for case in ("zero2", "zero3 plain"):
-        (tmp_path / case).mkdir()
-        wrong = launch(__file__, 2, tmp_path / case, case, **on_streams(), PLANT="1")
-        assert bits(wrong[case]) != bits(two[0][case])
+    cases = ("zero2", "zero3 plain")
+    wrong = launch(__file__, 2, tmp_path, *cases, **on_streams(), PLANT="1")
+    for case in cases:
+        assert bits(wrong[case]) != bits(two[0][case]), case
 
 
 def flip_a_bit() -> None:
@@ -230,18 +258,28 @@ def test_four_ranks_move_as_plain(tmp_path: Path) -> None:
         assert sum(row["calls"] for row in rows(coded[case])[GATHERS]) > 0, case
 
 
+@pytest.fixture(scope="module")
+def by_host(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """Results of plain runs by stage and order."""
+    return reference(__file__, 4, tmp_path_factory.mktemp("plain"), *BY_HOST, sources=WITH)
+
+
 @pytest.mark.full
-@pytest.mark.parametrize("node", SUMMED)
-@pytest.mark.skipif(not all(has_schedule(name) for name in (OWNERS, SCATTERS)), reason="sums have no schedule yet")
-def test_four_ranks_sum_in_the_documented_order(tmp_path: Path, node: int) -> None:
-    (tmp_path / "plain").mkdir(), (tmp_path / "coded").mkdir()
-    plain = reference(__file__, 4, tmp_path / "plain", *BY_HOST, sources=WITH)
-    for stage in sums.STAGES:
-        one, other = (bits(plain[f"{stage} {order}"]) for order in SUMMED.values())
+@pytest.mark.parametrize(
+    ("group", "node", "order"),
+    [("streams", 1, "one level"), ("streams", 2, "two levels"), ("always", 2, "two levels"), ("auto", 2, "two levels")],
+)
+def test_four_ranks_sum_in_the_documented_order(
+    tmp_path: Path, by_host: Run, group: str, node: int, order: str
+) -> None:
+    """``group``: in stream order, or the mode of a gloo group."""
+    gloo = {"enabled": True, "mode": group, "reduction": "fp32", "min_bytes": SUMMED_BYTES}
+    environment = on_streams(node=node) if group == "streams" else on_streams(json.dumps(gloo), node) | {"BACKEND": ""}
+    coded = launch(__file__, 4, tmp_path, *IN_ORDER, **environment)
+    for stage in STAGES:
+        assert bits(coded[f"{stage} in order"]) == bits(by_host[f"{stage} {order}"]), stage
+        one, other = (bits(by_host[f"{stage} {name}"]) for name in ORDERS)
         assert one != other, "or the orders would not have been told apart"
-    coded = launch(__file__, 4, tmp_path / "coded", *IN_ORDER, **on_streams(node=node))
-    for stage in sums.STAGES:
-        assert bits(coded[f"{stage} in order"]) == bits(plain[f"{stage} {SUMMED[node]}"]), stage
 
 
 if __name__ == "__main__":
@@ -249,4 +287,4 @@ if __name__ == "__main__":
         topology.here = lambda: str(int(os.environ["RANK"]) // int(os.environ["RANKS_OF_NODE"]))
     if "PLANT" in os.environ and os.environ["RANK"] == "1":
         flip_a_bit()
-    rank_program(CASES | BY_HOST | IN_ORDER, os.environ.get("BACKEND"), sizes=SIZES)
+    rank_program(CASES | BY_HOST | IN_ORDER, os.environ.get("BACKEND") or None, sizes=SIZES)

@@ -17,8 +17,8 @@ import pytest
 import shim
 import torch
 from engines import DIFFERENCE, FIRST, OTHER, SOURCES, Lab, Model, bits, rank_program
-from programs import plain_and_coded
-from test_engines_zero3 import ZERO3
+from programs import launch, plain_and_coded
+from test_engines import ZERO3
 
 HOST = '{"enabled": true, "mode": "always", "min_bytes": 1024, "reduction": "match", "zero3_base": "host"}'
 ON_STREAMS = '{"enabled": true, "mode": "always", "min_bytes": 1024, "nccl": "on", "nccl_min_bytes": 4096}'
@@ -110,24 +110,31 @@ CASES: dict[str, Callable[[Lab], None]] = {
 # ---- tests ---------------------------------------------------------------------------------------------------------
 
 #: Case -> the coded gradient calls of a step of Muon: sums, and gathers of gradients and momenta.
-MUON: dict[str, dict[str, int]] = {
+MUON_CALLS: dict[str, dict[str, int]] = {
     "muon zero2": {"reduce_to_owners": 1},
+    "muon zero3": {"all_reduce": 1, "all_gather_into_tensor": 2, "all_gather": 4},
     "muon zero2 whole": {"all_reduce": 1},
     "muon zero2 offload": {"reduce_to_owners": 1, "all_gather_into_tensor": 1},
-    "muon zero3": {"all_reduce": 1, "all_gather_into_tensor": 2, "all_gather": 4},
     "muon zero3 offload": {"all_reduce": 1, "all_gather_into_tensor": 1},
 }
+MUON = list(MUON_CALLS)
 
 
-def train_all(folder: Path, *cases: str, section: str = HOST, backend: str = "") -> dict[str, list[dict[str, Any]]]:
-    """Return the results of coded runs, whose bits are those of plain runs."""
-    sources = (Path(__file__).with_name("test_engines_zero3.py"), *SOURCES)
-    environment = {"DS_ZIPCCL": section, "BACKEND": backend}
-    wanted, coded = plain_and_coded(__file__, 2, folder, *cases, sources=sources, timeout=600, **environment)
-    for case in cases:
-        assert bits(coded[case]) == bits(wanted[case]), case
-        assert len(set(coded[case][0]["losses"])) > 2, "or nothing was trained"
-    return coded
+def train_all(folder: Path, *cases: str, on_streams: bool = False) -> list[tuple[str, dict[str, list[dict[str, Any]]]]]:
+    """Return the results of coded runs, whose bits are those of plain runs: over gloo, and with ``on_streams`` also in stream order."""
+    sources = (Path(__file__).with_name("test_engines.py"), *SOURCES)
+    wanted, coded = plain_and_coded(__file__, 2, folder, *cases, sources=sources, timeout=600, DS_ZIPCCL=HOST)
+    found = [("", coded)]
+    if on_streams:
+        (folder / "streams").mkdir()
+        shim.build()
+        environment = {"DS_ZIPCCL": ON_STREAMS, "BACKEND": shim.NAME}
+        found.append((shim.NAME, launch(__file__, 2, folder / "streams", *cases, timeout=600, **environment)))
+    for backend, coded in found:
+        for case in cases:
+            assert bits(coded[case]) == bits(wanted[case]), (backend, case)
+            assert len(set(coded[case][0]["losses"])) > 2, "or nothing was trained"
+    return found
 
 
 def calls(phase: dict[str, Any], role: str) -> dict[str, int]:
@@ -136,37 +143,26 @@ def calls(phase: dict[str, Any], role: str) -> dict[str, int]:
     return {op: number for (of, op), number in rows.items() if of == role and number}
 
 
-def muons(folder: Path, *cases: str) -> None:
-    for case, run in train_all(folder, *cases).items():
+@pytest.mark.parametrize("cases", [MUON[:2], pytest.param(MUON[2:], marks=pytest.mark.full(reason="others are alike"))])
+def test_muon(tmp_path: Path, cases: list[str]) -> None:
+    ((_, runs),) = train_all(tmp_path, *cases)
+    for case, run in runs.items():
         for phase, steps in (
-            (phase, 1 if phase["phase"] == "first" else 3) for rank in run for phase in rank["phases"]
+            (phase, steps) for rank in run for phase, steps in zip(rank["phases"], (1, 3), strict=True)
         ):
-            assert calls(phase, "zero_grad") == {op: steps * count for op, count in MUON[case].items()}, case
+            assert calls(phase, "zero_grad") == {op: steps * count for op, count in MUON_CALLS[case].items()}, case
             assert "all_gather" not in calls(phase, "dp"), case
             assert set(phase["differences"]) <= {FIRST, DIFFERENCE}, "gradients have no base"
         assert all(set(rank["phases"][1]["differences"]) == {DIFFERENCE} for rank in run), case
 
 
-def test_muon(tmp_path: Path) -> None:
-    muons(tmp_path, "muon zero2", "muon zero3")
-
-
-@pytest.mark.full(reason="others are alike")
-def test_muon_everywhere(tmp_path: Path) -> None:
-    muons(tmp_path, *MUON)
-
-
 @pytest.mark.full(reason="DeepSpeed compiles its Adam")
-@pytest.mark.parametrize("backend", ["", shim.NAME])
-def test_super_offload(tmp_path: Path, backend: str) -> None:
+def test_super_offload(tmp_path: Path) -> None:
     """Its shards change in its steps alone: gathers have versions, with agreements or with agreed sizes."""
-    if backend:
-        shim.build()
-    section = ON_STREAMS if backend else HOST
-    for case, run in train_all(tmp_path, "super", "super clipped", section=section, backend=backend).items():
-        for later in (rank["phases"][1] for rank in run):
+    for backend, runs in train_all(tmp_path, "super", "super clipped", on_streams=True):
+        for case, later in ((case, rank["phases"][1]) for case, run in runs.items() for rank in run):
             gathers = later["rows"]["zero_param all_gather_into_tensor"]
-            assert gathers["calls"] and not gathers["host_waits"], case
+            assert gathers["calls"] and not gathers["host_waits"], (backend, case)
             if not backend:
                 assert calls(later, "zero_param")["agreement"] and set(later["differences"]) == {DIFFERENCE}, case
 
@@ -174,7 +170,8 @@ def test_super_offload(tmp_path: Path, backend: str) -> None:
 @pytest.mark.full(reason="DeepSpeed compiles its Adam")
 def test_zenflow(tmp_path: Path) -> None:
     """It changes parameters in backward passes: no versions, each gather proves its bases."""
-    for case, run in train_all(tmp_path, *(name for name in CASES if name.startswith("zenflow"))).items():
+    ((_, runs),) = train_all(tmp_path, *(name for name in CASES if name.startswith("zenflow")))
+    for case, run in runs.items():
         for (phase,) in (rank["phases"] for rank in run):
             assert set(calls(phase, "zero_param")) == {"all_gather_into_tensor"} and calls(phase, "zero_grad"), case
             assert (DIFFERENCE if "zero3" in case else OTHER) in phase["differences"], case

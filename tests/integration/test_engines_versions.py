@@ -5,17 +5,20 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
+import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from engines import BATCH, CONTEXT, SOURCES, VOCABULARY, Lab, Model, bits, rank_program
-from programs import launch, plain_and_coded
+from engines import BATCH, CONTEXT, FIRST, SOURCES, VOCABULARY, Lab, Model, bits, rank_program
+from programs import launch, plain_and_coded, reference
 from tiers import mostly_full
 
 from ds_zipccl.comm import CommError, topology
-from ds_zipccl.comm.bases import versions
+from ds_zipccl.comm.bases import negotiation, versions
+from ds_zipccl.comm.host.buffer_pool import PooledBuffers
 from ds_zipccl.integration.zero import gathers
 from ds_zipccl.telemetry import counters
 
@@ -34,7 +37,7 @@ ZERO3 = {
     "stage3_max_reuse_distance": 0,
     "stage3_prefetch_bucket_size": 200_000,
 }
-MISS, VERSION = versions.CHANGED, versions.VERSION
+MISS = versions.CHANGED
 
 
 class Frozen(Model):
@@ -64,7 +67,20 @@ def ends(lab: Lab, phase: str, *misses: str, agreements: int | None = None) -> N
     sent = rows["all_gather_into_tensor"]["wire_bytes"] if rows else 0
     messages = rows["agreement"]["wire_bytes"] if "agreement" in rows else 0
     lab.ends(phase, sorted(misses))
-    lab.phases[-1] |= {"sent": sent, "messages": messages, "agreements": agreements}
+    lab.phases[-1] |= {"sent": sent, "messages": messages, "agreements": agreements} | bases(lab.engines[0])
+
+
+def bases(engine: Any) -> dict[str, Any]:
+    """The parameters that have a base and those that should, as nothing trains them and they are not always gathered; and their bytes."""
+    named = list(engine.module.named_parameters())
+    trains = hasattr(engine.optimizer, "step")
+    free = [(name, one) for name, one in named if not (one.requires_grad and trains) and not one.ds_persist]
+    return {
+        "held": [name for name, one in named if gathers.slot_of(one) is not None],
+        "frozen": [name for name, _ in free],
+        "memory": counters.memory().get("copies of gathered parameters", 0),
+        "bytes": sum(one.ds_numel * one.ds_tensor.element_size() for _, one in free),
+    }
 
 
 def train(lab: Lab, engine: Any, steps: int, *phase: str, agreements: int | None = None) -> None:
@@ -75,26 +91,58 @@ def train(lab: Lab, engine: Any, steps: int, *phase: str, agreements: int | None
 
 def plain(lab: Lab, make: Callable[[], Model] = Frozen, **more: Any) -> None:
     engine = start(lab, make, **more)
-    train(lab, engine, 1, "first", "nothing was gathered there")
+    train(lab, engine, 1, "first", FIRST)
     train(lab, engine, 3, "later", agreements=3 * 2)
 
 
+def inference(lab: Lab, ends: Callable[..., None] = ends) -> None:
+    """An engine without an optimizer: no parameter is marked as frozen, and none is ever trained."""
+    import deepspeed
+
+    torch.manual_seed(1)
+    config = {"train_micro_batch_size_per_gpu": 2, "bf16": {"enabled": True}, "zero_optimization": {**ZERO3}}
+    engine, *_ = deepspeed.initialize(model=Model(), config=config)
+    lab.engines.append(engine)
+    engine.eval()
+    with torch.no_grad():
+        for phase in ("first", "later"):
+            for _ in range(3):
+                lab.losses.append(engine(torch.arange(32).view(2, 16)).item().hex())
+            ends(lab, phase, *[FIRST] * (phase == "first"))
+
+
+#: Changes of a frozen shard by one rank, behind DeepSpeed's back.
+CHANGES: dict[str, Callable[[Any], Any]] = {
+    "by data": lambda shard: shard.data[-3:].fill_(1.5),
+    "by copy": lambda shard: shard.copy_(0.5 * shard),
+    "one bit": lambda shard: shard.data.view(torch.int16)[-1:].bitwise_xor_(1),
+    "by numpy": lambda shard: shard.data.view(torch.int16).numpy()[:100].fill(0x3C00),
+    "other memory": lambda shard: setattr(shard, "data", -0.5 * shard.detach()),
+}
+
+
 def edited(lab: Lab) -> None:
-    """Frozen tensors are edited between steps: behind DeepSpeed's back on one rank, and by its functions."""
+    """Frozen tensors are edited between steps: behind DeepSpeed's back on one rank or on all, and by its functions."""
     import deepspeed
 
     engine = start(lab)
     weights = [layer.weight for layer in engine.module.layers]
-    train(lab, engine, 2, "before", "nothing was gathered there")
-    if lab.rank == 1:
-        weights[1].ds_tensor.data[-3:] = 1.5
-    train(lab, engine, 1, "by data", MISS)
-    if lab.rank == 0:
-        with torch.no_grad():
-            weights[0].ds_tensor.copy_(0.5 * weights[0].ds_tensor)
+    for layer in engine.module.layers:  # a changed bit may change no loss
+        layer.register_forward_pre_hook(lambda layer, *given: lab.losses.append(hashed(layer.weight)))
+    train(lab, engine, 2, "before", FIRST)
+    for number, (name, change) in enumerate(CHANGES.items()):
+        shard = weights[number % 3].ds_tensor
+        version = shard._version
+        if lab.rank == number % 2:
+            with torch.no_grad():
+                change(shard)
+        assert shard._version == version or name == "by copy", "or a counter would tell"
+        train(lab, engine, 1, name, MISS)
     weights[2].ds_tensor.data = weights[2].ds_tensor.data.clone().mul_(-1)
-    train(lab, engine, 1, "by copy", MISS)
-    train(lab, engine, 1, "again")
+    train(lab, engine, 1, "by all", MISS)
+    for _ in range(2 if lab.rank else 0):
+        CHANGES["one bit"](weights[1].ds_tensor)
+    train(lab, engine, 1, "and back")
     for sign in (1, -1):  # an adapter is merged, used and unmerged
         with deepspeed.zero.GatheredParameters(weights, modifier_rank=0):
             if lab.rank == 0:
@@ -105,7 +153,12 @@ def edited(lab: Lab) -> None:
     train(lab, engine, 1, "merged", "sends")
     with deepspeed.zero.GatheredParameters(weights):
         lab.losses.append(str(sum(weight.double().sum().item() for weight in weights)))
+        weights[0].data.fill_(7.0)  # plain DeepSpeed forgets it
     train(lab, engine, 1, "read")
+
+
+def hashed(weight: torch.Tensor) -> str:
+    return hashlib.sha256(weight.detach().contiguous().view(torch.uint8).numpy()).hexdigest()
 
 
 def evaluate(lab: Lab, engine: Any, batches: int, trains: bool = False, mode: Any = torch.no_grad) -> None:
@@ -143,9 +196,9 @@ def evaluated(lab: Lab) -> None:
         engine.save_16bit_model(lab.folder, name)
         if lab.rank == 0:
             words = torch.load(lab.folder / name, weights_only=True)
-            lab.losses += [hashlib.sha256(one.view(torch.uint8).numpy()).hexdigest() for one in words.values()]
+            lab.losses += map(hashed, words.values())
 
-    train(lab, engine, 3, "before", "nothing was gathered there", "sends")
+    train(lab, engine, 3, "before", FIRST, "sends")
     for number, (way, mode) in enumerate(WAYS.items()):
         evaluate(lab, engine, 2, *mode)
         write(number % 3, number % 2)
@@ -182,12 +235,12 @@ def checkpoint(lab: Lab) -> None:
     with deepspeed.zero.GatheredParameters(list(engine.module.layers.parameters()), modifier_rank=0):
         if lab.rank == 0:
             engine.module.layers[1].weight.data.zero_()
-    train(lab, engine, 2, "changed", "nothing was gathered there", "sends")
+    train(lab, engine, 2, "changed", FIRST, "sends")
     engine.load_checkpoint(lab.folder / "saved", tag="two")
     train(lab, engine, 2, "loaded", "sends")
     other = start(lab, seed=2)
     other.load_checkpoint(lab.folder / "saved", tag="two")
-    train(lab, other, 2, "resumed in a new engine", "nothing was gathered there", "sends")
+    train(lab, other, 2, "resumed in a new engine", FIRST, "sends")
 
 
 def several_engines(lab: Lab) -> None:
@@ -195,7 +248,7 @@ def several_engines(lab: Lab) -> None:
     first, second = start(lab), start(lab, Mixed, seed=2)
     for engine in (first, second, first, second, second, first):
         lab.train(engine)
-    ends(lab, "in turn", "nothing was gathered there", "sends")
+    ends(lab, "in turn", FIRST, "sends")
     first.destroy()
     lab.train(second)
     module = first.module
@@ -208,6 +261,8 @@ def several_engines(lab: Lab) -> None:
 CASES: dict[str, Callable[[Lab], None]] = {
     "plain": plain,
     "mixed": functools.partial(plain, make=Mixed),
+    "none": lambda lab: train(lab, start(lab, Model), 2, "2 steps", "sends"),
+    "inference": inference,
     "accumulating": functools.partial(plain, make=Mixed, gradient_accumulation_steps=3),
     "overlap": functools.partial(plain, zero={"overlap_comm": True}),
     "one by one": functools.partial(plain, zero={"allgather_sequential": True}),
@@ -250,23 +305,61 @@ def written(lab: Lab) -> None:
     lab.train(engine, 1)
 
 
-def swapped(lab: Lab) -> None:
-    """A base has another version on one rank, and two bases have each other's words."""
-    engine = start(lab)
-    train(lab, engine, 2, "before", "nothing was gathered there")
-    slots = [gathers.slot_of(layer.weight) for layer in engine.module.layers]
-    if lab.rank == 1 and slots[0] is not None:
-        slots[0].version += 1
-    train(lab, engine, 1, "version", VERSION)
-    if lab.rank == 1 and slots[1] is not None and slots[2] is not None:
-        words = slots[1].memory.clone()
-        slots[1].memory.copy_(slots[2].memory)
-        slots[2].memory.copy_(words)
-    train(lab, engine, 1, "contents", MISS)
-    train(lab, engine, 1, "after")
+def in_a_step(lab: Lab, when: str) -> None:
+    """Rank 1 writes to a shard, between a forward and its backward pass or for one batch in the middle of a step."""
+    zero = {"stage3_prefetch_bucket_size": 0}  # plain DeepSpeed would read a shard while the program writes
+    engine = start(lab, gradient_accumulation_steps=2, zero=zero)
+    lab.train(engine, 1)
+    lab.backward(engine)
+    engine.step()
+
+    def write(scale: float) -> None:
+        if lab.rank == 1:
+            engine.module.layers[1].weight.ds_tensor.data.mul_(scale)
+
+    before, known = [hashed(one) for one in trained(engine.module)], len(lab.losses)
+    try:
+        if when == "for a batch":
+            write(0.5)
+            lab.backward(engine)
+            write(2.0)
+        else:
+            loss = engine(torch.arange(BATCH * CONTEXT).view(BATCH, CONTEXT))
+            lab.losses.append(loss.item().hex())
+            write(0.5)
+            engine.backward(loss)
+        engine.step()
+    except CommError as error:
+        lab.losses[known:] = [str(error)]
+        assert [hashed(one) for one in trained(engine.module)] == before
+    ends(lab, "changed")
 
 
-PROGRAMS = CASES | {"hpz": HPZ, "hpz by node": by_node, "written": written, "swapped": swapped}
+IN_A_STEP = {when: functools.partial(in_a_step, when=when) for when in ("for a batch", "in a batch")}
+PROGRAMS = CASES | IN_A_STEP | {"hpz": HPZ, "hpz by node": by_node, "written": written}
+
+# ---- planted mistakes ----------------------------------------------------------------------------------------------
+
+_gather = negotiation.gather
+
+
+def blind_gather(ctx: Any, own: torch.Tensor, places: Any, base: Any) -> None:
+    """A gather with a base that claims that no word has ever changed."""
+    buffers = PooledBuffers()
+    last = base.begin(ctx, places, buffers)
+    if last is None:
+        _gather(ctx, own, places, base)
+    else:
+        places[ctx.rank].copy_(last)
+        counters.record_difference(ctx.role, ctx.op, "")
+    buffers.release()
+
+
+#: Each makes a frozen weight that has changed look unchanged, to agreements or to gathers by messages.
+MISTAKES: dict[str, tuple[Any, str, Any]] = {
+    "agreements": (versions, "same_words", lambda *tensors: True),
+    "gathers": (negotiation, "gather", blind_gather),
+}
 
 # ---- tests ---------------------------------------------------------------------------------------------------------
 
@@ -276,7 +369,7 @@ def section(run: str) -> str:
     return f'{{"enabled": true, "mode": "{mode}", "min_bytes": 4096, "reduction": "match", "zero3_base": "{base}"}}'
 
 
-SOME = ("mixed", "edited", "evaluated")
+SOME = ("none", "mixed", "edited", "evaluated")
 #: (run, cases). The runs differ in the parameters that have bases, and in the schedules.
 GROUPS = {
     "auto": ("auto", SOME),
@@ -300,6 +393,8 @@ def check(case: str, phase: dict[str, Any], ranks: list[dict[str, Any]]) -> None
     """Nothing is sent where nothing was changed; every miss is named; proofs are small."""
     where = f"{case}, {phase['phase']}: {phase}"
     assert all(rank["messages"] < 20_000 for rank in ranks), where
+    if case in ("plain", "mixed", "none", "inference"):
+        assert all(rank["held"] == rank["frozen"] and rank["memory"] == rank["bytes"] for rank in ranks), where
     if phase["agreements"] is not None:
         assert {rank["rows"]["zero_param agreement"]["calls"] for rank in ranks} == {phase["agreements"]}, where
     for why in phase["expected"]:
@@ -307,6 +402,27 @@ def check(case: str, phase: dict[str, Any], ranks: list[dict[str, Any]]) -> None
     if not phase["expected"]:
         assert all(rank["differences"].keys() <= {""} for rank in ranks), where
         assert all(rank["sent"] == 0 for rank in ranks) or case in ("mixed", "accumulating"), where
+
+
+@pytest.mark.full(reason="more launches; the short tier has edits between steps")
+def test_a_write_changes_no_bit_or_stops_all_ranks_unless_a_mistake_is_planted(tmp_path: Path) -> None:
+    folders = {name: tmp_path / (name or "none") for name in ("plain", "", *MISTAKES)}
+    for folder in folders.values():
+        folder.mkdir()
+    wanted = reference(__file__, 2, folders.pop("plain"), "edited", *IN_A_STEP, sources=SOURCES)
+    for mistake, folder in folders.items():
+        in_a_step = IN_A_STEP if mistake != "gathers" else ()  # there agreements find a change first
+        cases = ["edited", *in_a_step]
+        coded = launch(__file__, 2, folder, *cases, DS_ZIPCCL=section("auto"), MISTAKE=mistake)
+        for case in cases:
+            right = bits(coded[case]) == bits(wanted[case]) or stopped(wanted[case], coded[case])
+            assert right == (not mistake), f"{case}, mistake: {mistake}"
+
+
+def stopped(wanted: list[dict[str, Any]], coded: list[dict[str, Any]]) -> bool:
+    """Whether all ranks have stopped in the second batch of the last step, with the name of the parameter."""
+    pairs = [(one["losses"], other["losses"]) for one, other in zip(wanted, coded, strict=True)]
+    return all(one[:-1] == other[:-1] and "layers.1.weight" in other[-1] for one, other in pairs)
 
 
 @pytest.mark.full(reason="four ranks")
@@ -329,14 +445,7 @@ def test_a_write_in_a_step_stops_all_ranks(tmp_path: Any) -> None:
         )
 
 
-@pytest.mark.full(reason="tests/comm has it without engines")
-def test_swapped_bases(tmp_path: Any) -> None:
-    wanted, coded = plain_and_coded(__file__, 2, tmp_path, "swapped", sources=SOURCES, DS_ZIPCCL=section("all"))
-    assert bits(coded["swapped"]) == bits(wanted["swapped"])
-    for rank in coded["swapped"]:
-        for phase in rank["phases"]:
-            assert set(phase["expected"]) <= set(phase["differences"]), phase
-
-
 if __name__ == "__main__":
+    if os.environ.get("MISTAKE"):
+        setattr(*MISTAKES[os.environ["MISTAKE"]])
     rank_program(PROGRAMS)

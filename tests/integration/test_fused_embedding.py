@@ -1,7 +1,9 @@
-"""The gradient of an embedding that first and last stage share: one sum over both and all data-parallel ranks, in real engines."""
+"""The embedding that first and last stage of a real pipeline share: its gradient in one sum over both stages and all data-parallel ranks,
+and all of its copies equal where PowerSGD sums the other gradients of the first stage."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,15 +16,50 @@ from ds_zipccl.integration.job import Job
 from ds_zipccl.integration.lossy import fused_embedding
 from ds_zipccl.policy.pipeline_rules import sharing_ranks
 
-ON = '{"mode": "always", "min_bytes": 1024, "fused_embedding": true}'
-#: Two stages of two ranks each. Per case: the gradients at the optimizer step in two sums and in one, and the bytes of the sums.
-PROGRAM = """
+ON = {"mode": "always", "min_bytes": 1024, "fused_embedding": True}
+POWER = {"codec": "powersgd", "rank": 4, "start_step": 0, "stages": 1}
+LOSSY = ON | {"lossy": True, "roles": {role: POWER for role in ("dp", "zero_grad")}}
+#: Two stages of two ranks each.
+PIPELINE = """
 import hashlib
 from torch import nn
 from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
+deepspeed.init_distributed()
+
+def digest(tensors):
+    return hashlib.sha256(b"".join(one.detach().float().numpy().tobytes() for one in tensors)).hexdigest()
+
+def head(words, x):
+    return x @ words.weight.t()
+
+def start(fused, stages=2, tied=True, rate=1e-2, **more):
+    layer = lambda **options: TiedLayerSpec("words", nn.Embedding, 256, 64, **options)
+    layers = [layer(), LayerSpec(nn.Linear, 64, 64), LayerSpec(nn.Linear, 64, 64),
+              layer(forward_fn=head) if tied else LayerSpec(nn.Linear, 64, 256)]
+    loss = lambda got, want: nn.functional.cross_entropy(got.float().flatten(0, 1), want.flatten())
+    torch.manual_seed(1)
+    model = PipelineModule(layers, stages, loss_fn=loss, partition_method="uniform")
+    config = {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 2, "zero_optimization": {"stage": 0},
+              "optimizer": {"type": "SGD", "params": {"lr": rate}}, "zero_allow_untested_optimizer": True, **more}
+    e = deepspeed.initialize(model=model, model_parameters=list(model.parameters()), config=config)[0]
+    assert (getattr(e, "ds_zipccl_fused", None) is not None) == (tied and stages == 2), "made, or not"
+    if not fused:
+        e.ds_zipccl_fused = None
+    return e
+
+def train(e, count=1):
+    generator = torch.Generator().manual_seed(7 + e.grid.get_data_parallel_rank())
+    for _ in range(count):
+        tokens = torch.randint(256, (2, 2, 33), generator=generator)
+        e.train_batch(iter([(one[:, :-1], one[:, 1:]) for one in tokens]))
+    return e
+
+BF16 = {"bf16": {"enabled": True}}
+"""
+#: Per case: the gradients at the optimizer step in two sums and in one, and the bytes of the sums.
+SUMS = """
 from deepspeed.runtime.pipe import engine as pipe, schedule
 from ds_zipccl.config import ConfigError
-deepspeed.init_distributed()
 seen, bytes_sent = {}, [0.0]
 table = pipe.PipelineEngine._INSTRUCTION_MAP
 
@@ -42,51 +79,29 @@ def count(call):
 
 table[schedule.OptimizerStep] = look(table[schedule.OptimizerStep])
 
-class Words(nn.Embedding):
-    pass
-
-def head(words, x):
-    return x @ words.weight.t()
-
-def train(fused, dtype, stages=2, tied=True, **more):
-    layer = lambda *more, **options: TiedLayerSpec("words", Words, 256, 64, *more, **options)
-    layers = [layer(), LayerSpec(nn.Linear, 64, 64), LayerSpec(nn.Linear, 64, 64),
-              layer(forward_fn=head) if tied else LayerSpec(nn.Linear, 64, 256)]
-    loss = lambda got, want: nn.functional.cross_entropy(got.float().flatten(0, 1), want.flatten())
-    torch.manual_seed(1)
-    model = PipelineModule(layers, stages, loss_fn=loss, partition_method="uniform")
-    mixed = {} if dtype == "fp32" else {dtype: {"enabled": True}}
-    config = {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 2, "zero_optimization": {"stage": 0},
-              "optimizer": {"type": "SGD", "params": {"lr": 1e-2}}, "zero_allow_untested_optimizer": True, **mixed, **more}
-    e = deepspeed.initialize(model=model, model_parameters=list(model.parameters()), config=config)[0]
-    if not fused:
-        e.ds_zipccl_fused = None
-    else:
-        assert (getattr(e, "ds_zipccl_fused", None) is not None) == (tied and stages == 2), "made, or not"
-    generator = torch.Generator().manual_seed(7 + e.grid.get_data_parallel_rank())
-    tokens = torch.randint(256, (2, 2, 33), generator=generator)
+def measure(fused, **more):
+    e = start(fused, **more)
     bytes_sent[0] = 0
     cdb = deepspeed.comm.comm.cdb
     original, cdb.all_reduce = cdb.all_reduce, count(cdb.all_reduce)
     seen.clear()
-    e.train_batch(iter([(one[:, :-1], one[:, 1:]) for one in tokens]))
+    train(e)
     cdb.all_reduce = original
     return dict(seen), bytes_sent[0]
 
-def compare(dtype, **more):
-    (two, sent_two), (one, sent_one) = (train(fused, dtype, **more) for fused in (False, True))
+def compare(**more):
+    (two, sent_two), (one, sent_one) = (measure(fused, **more) for fused in (False, True))
     words = one.pop("tied_modules.words.weight")
     before = two.pop("tied_modules.words.weight")
     return {"error": float((words - before).norm() / before.norm()),
-            "others": all(torch.equal(one[name], two[name]) for name in one),
-            "digest": hashlib.sha256(words.numpy().tobytes()).hexdigest(),
-            "weight": words.numel() * (4 if dtype == "fp32" else 2), "saved": sent_two - sent_one}
+            "others": all(torch.equal(one[name], two[name]) for name in one), "digest": digest([words]),
+            "weight": words.numel() * (2 if more else 4), "saved": sent_two - sent_one}
 
-found = {"fp32": compare("fp32"), "bf16": compare("bf16"),
-         "fp32 in bf16": compare("bf16", data_types={"grad_accum_dtype": "fp32"}, zero_optimization={"stage": 1})}
-train(True, "fp32", tied=False)
+found = {"fp32": compare(), "bf16": compare(**BF16),
+         "fp32 in bf16": compare(**BF16, data_types={"grad_accum_dtype": "fp32"}, zero_optimization={"stage": 1})}
+train(start(True, tied=False))
 try:
-    train(True, "bf16", zero_optimization={"stage": 1})
+    start(True, **BF16, zero_optimization={"stage": 1})
     found["refused"] = ""
 except ConfigError as error:
     found["refused"] = str(error)
@@ -97,7 +112,7 @@ leave()
 
 @pytest.mark.full(reason="one launch of four ranks with eight engines, 15 s")
 def test_one_sum(tmp_path: Path) -> None:
-    everyone, (text, *_) = found(tmp_path, PROGRAM, ranks=4, DS_ZIPCCL=ON)
+    everyone, (text, *_) = found(tmp_path, PIPELINE + SUMS, ranks=4, DS_ZIPCCL=json.dumps(ON))
     bounds = {"fp32": 1e-6, "bf16": 2**-7, "fp32 in bf16": 2**-7}
     for case, bound in bounds.items():
         results = [one[case] for one in everyone]
@@ -111,6 +126,48 @@ def test_one_sum(tmp_path: Path) -> None:
     assert all("ZeRO-1" in one["refused"] and "fused_embedding" in one["refused"] for one in everyone)
     assert "fused_embedding: 'words' of stages 0, 1: one sum over 4 ranks" in text
     assert "fused_embedding: has no effect: no two stages share a tied layer" in text
+
+
+#: Per case: hashes of the shared weight and of the others after the last step, and the sums by PowerSGD.
+COPIES = """
+from ds_zipccl.integration.lossy import powersgd
+run, sums = powersgd.PowerSum.run, [0]
+
+def counted(self, *args):
+    sums[0] += 1
+    return run(self, *args)
+
+powersgd.PowerSum.run = counted
+
+def copies(fused, **more):
+    sums[0] = 0
+    e = train(start(fused, rate=0.1, **more), 3)
+    words = e.module.tied_modules["words"].weight
+    others = digest(one for one in e.module.parameters() if one is not words)
+    return {"shared": digest([words]), "others": others, "sums": sums[0], "stage": e.stage_id}
+
+found = {"right": copies(False), "fused": copies(True)}
+original = PipelineModule.get_tied_weights_and_groups
+PipelineModule.get_tied_weights_and_groups = lambda self: []  # the plant: shared weights are as others
+found["planted"] = copies(False)
+PipelineModule.get_tied_weights_and_groups = original
+found["fused bf16"] = copies(  # last: later sums would have the role of ZeRO
+    True, **BF16, data_types={"grad_accum_dtype": "fp32"}, zero_optimization={"stage": 1})
+print("FOUND", json.dumps(found), flush=True)
+leave()
+"""
+
+
+@pytest.mark.full(reason="one launch of four ranks")
+def test_weights_that_stages_share_stay_equal_beside_powersgd(tmp_path: Path) -> None:
+    results, _ = found(tmp_path, PIPELINE + COPIES, ranks=4, DS_ZIPCCL=json.dumps(LOSSY))
+    for case in ("right", "fused", "planted", "fused bf16"):
+        for stage in (0, 1):
+            ranks = [one[case] for one in results if one[case]["stage"] == stage]
+            assert len(ranks) == 2 and len({one["others"] for one in ranks}) == 1, "replicas"
+            assert all((one["sums"] > 0) == (stage == 0) for one in ranks), "the first stage alone"
+        copies = {one[case]["shared"] for one in results}
+        assert (len(copies) == 1) == (case != "planted"), (case, results)
 
 
 def coordinates(tensor: int, stages: int, data: int) -> list[dict[str, int]]:

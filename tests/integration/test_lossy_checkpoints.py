@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -59,64 +59,60 @@ def refused(path: Path, job: dict[str, Any], why: str) -> None:
         list(checkpoints._read(path, job))
 
 
-@pytest.mark.parametrize(
-    ("key", "other"),
-    [
-        ("rank", 0),
-        ("world_size", 4),
-        ("step", 8),
-        ("stage", [0, 2]),
-        ("version", 2),
-        ("roles", {}),
-        ("data_parallel_ranks", [0]),
-    ],
-)
-def test_a_file_of_another_job_is_refused(saved: tuple[Path, dict[str, Any]], key: str, other: Any) -> None:
+OTHER_JOB = {
+    "rank": 0,
+    "world_size": 4,
+    "step": 8,
+    "stage": [0, 2],
+    "version": 2,
+    "roles": {},
+    "data_parallel_ranks": [0],
+}
+
+
+@pytest.mark.parametrize("key", OTHER_JOB)
+def test_a_file_of_another_job_is_refused(saved: tuple[Path, dict[str, Any]], key: str) -> None:
     path, job = saved
-    refused(path, job | {key: other}, f"is for {key} .*, this job has")
+    refused(path, job | {key: OTHER_JOB[key]}, f"is for {key} .*, this job has")
 
 
-def _entries(change: Callable[[dict[str, Any]], Any]) -> Callable[[dict[str, Any], dict[str, torch.Tensor]], None]:
-    return lambda said, tensors: change(said["entries"][0])
-
-
-BROKEN: dict[str, tuple[Callable[[dict[str, Any], dict[str, torch.Tensor]], Any], str]] = {
-    "entries": (lambda said, tensors: said.update(entries=3), "no metadata"),
-    "entry": (lambda said, tensors: said.update(entries=[3]), "none that this release writes"),
-    "role": (_entries(lambda one: one.update(role="tp")), "none that this release writes"),
-    "role of a list": (_entries(lambda one: one.update(role=[])), "none that this release writes"),
-    "key": (_entries(lambda one: one.update(key=[{}])), "none that this release writes"),
-    "shape": (_entries(lambda one: one.update(shape=[-6, -4])), "none that this release writes"),
-    "dtype": (_entries(lambda one: one.update(dtype="int8")), "none that this release writes"),
-    "dtype of a list": (_entries(lambda one: one.update(dtype=[])), "none that this release writes"),
-    "ranks": (_entries(lambda one: one.update(ranks="2")), "none that this release writes"),
-    "other shape": (_entries(lambda one: one.update(shape=[6, 5])), "0.error is F32"),
-    "error": (lambda said, tensors: tensors.update({"0.error": torch.zeros(5)}), "0.error is F32"),
-    "turned error": (lambda said, tensors: tensors.update({"0.error": torch.zeros(4, 6)}), "0.error is F32"),
-    "three dimensions": (lambda said, tensors: tensors.update({"0.error": torch.zeros(6, 1, 4)}), "0.error is F32"),
-    "matrix of three dimensions": (_entries(lambda one: one.update(shape=[6, 1, 4])), "none that this release writes"),
-    "wide factor": (lambda said, tensors: tensors.update({"0.factor": torch.zeros(4, 99)}), "0.factor is F32"),
-    "other factor": (lambda said, tensors: tensors.update({"0.factor": torch.zeros(6, 2)}), "0.factor is F32"),
-    "flat factor": (lambda said, tensors: tensors.update({"0.factor": torch.zeros(4)}), "0.factor is F32"),
-    "dtype of a tensor": (
-        lambda said, tensors: tensors.update({"0.error": torch.zeros(6, 4).half()}),
-        "0.error is F16",
-    ),
-    "not finite": (lambda said, tensors: tensors.update({"0.error": torch.full((6, 4), torch.nan)}), "not finite"),
-    "more": (lambda said, tensors: tensors.update({"1.error": torch.zeros(4)}), "no entry names"),
+NOT_OURS, OTHER_ERROR, OTHER_FACTOR = "none that this release writes", "0.error is F32", "0.factor is F32"
+#: Changes of the metadata, of its entry or of the tensors, and the reason to refuse the file.
+BROKEN: dict[str, tuple[str, dict[str, Any], str]] = {
+    "entries": ("metadata", {"entries": 3}, "no metadata"),
+    "entry of a number": ("metadata", {"entries": [3]}, NOT_OURS),
+    "role": ("entry", {"role": "tp"}, NOT_OURS),
+    "role of a list": ("entry", {"role": []}, NOT_OURS),
+    "key": ("entry", {"key": [{}]}, NOT_OURS),
+    "shape": ("entry", {"shape": [-6, -4]}, NOT_OURS),
+    "matrix of three dimensions": ("entry", {"shape": [6, 1, 4]}, NOT_OURS),
+    "other shape": ("entry", {"shape": [6, 5]}, OTHER_ERROR),
+    "dtype": ("entry", {"dtype": "int8"}, NOT_OURS),
+    "dtype of a list": ("entry", {"dtype": []}, NOT_OURS),
+    "ranks": ("entry", {"ranks": "2"}, NOT_OURS),
+    "error": ("tensors", {"0.error": torch.zeros(5)}, OTHER_ERROR),
+    "turned error": ("tensors", {"0.error": torch.zeros(4, 6)}, OTHER_ERROR),
+    "three dimensions": ("tensors", {"0.error": torch.zeros(6, 1, 4)}, OTHER_ERROR),
+    "dtype of a tensor": ("tensors", {"0.error": torch.zeros(6, 4).half()}, "0.error is F16"),
+    "not finite": ("tensors", {"0.error": torch.full((6, 4), torch.nan)}, "not finite"),
+    "wide factor": ("tensors", {"0.factor": torch.zeros(4, 99)}, OTHER_FACTOR),
+    "other factor": ("tensors", {"0.factor": torch.zeros(6, 2)}, OTHER_FACTOR),
+    "flat factor": ("tensors", {"0.factor": torch.zeros(4)}, OTHER_FACTOR),
+    "more": ("tensors", {"1.error": torch.zeros(4)}, "no entry names"),
 }
 
 
 @pytest.mark.parametrize("name", BROKEN)
 def test_a_file_that_contradicts_itself_is_refused(saved: tuple[Path, dict[str, Any]], name: str) -> None:
     path, job = saved
-    change, why = BROKEN[name]
+    part, change, why = BROKEN[name]
     entry = {"role": "pp", "key": list(KEY), "shape": [6, 4], "dtype": "bfloat16", "ranks": 2}
-    said, tensors = {**job, "entries": [entry]}, {"0.error": torch.zeros(6, 4), "0.factor": torch.zeros(4, 2)}
-    save_file(tensors, path, {"ds_zipccl": json.dumps(said)})
+    tensors = {"0.error": torch.zeros(6, 4), "0.factor": torch.zeros(4, 2)}
+    file: dict[str, Any] = {"metadata": {**job, "entries": [entry]}, "entry": entry, "tensors": tensors}
+    save_file(tensors, path, {"ds_zipccl": json.dumps(file["metadata"])})
     assert len(list(checkpoints._read(path, job))) == 1
-    change(said, tensors)
-    save_file(tensors, path, {"ds_zipccl": json.dumps(said)})
+    file[part].update(change)
+    save_file(tensors, path, {"ds_zipccl": json.dumps(file["metadata"])})
     refused(path, job, why)
 
 

@@ -36,16 +36,25 @@ LAYERS = 2
 
 
 class Sparse(nn.Module):
-    """Layers of experts with biases between an embedding and a head."""
+    """Layers of experts with biases, behind a dropout if it is not 0, between an embedding and a head."""
 
-    def __init__(self, experts: int, spread: int, k: int, checkpointing: Mapping[str, Any] | None, **more: Any) -> None:
+    def __init__(
+        self,
+        experts: int,
+        spread: int,
+        k: int,
+        checkpointing: Mapping[str, Any] | None,
+        dropout: float = 0,
+        **more: Any,
+    ) -> None:
         from deepspeed.moe.layer import MoE
 
         super().__init__()
         self.words, self.head = nn.Embedding(VOCABULARY, WIDTH), nn.Linear(WIDTH, VOCABULARY)
         one = nn.Sequential(nn.Linear(WIDTH, 2 * WIDTH), nn.GELU(), nn.Linear(2 * WIDTH, WIDTH))
         more = {"capacity_factor": 1.25, "min_capacity": 2, **more}
-        self.layers = nn.ModuleList(MoE(WIDTH, one, experts, spread, k, **more) for _ in range(LAYERS))
+        layers = (MoE(WIDTH, one, experts, spread, k, **more) for _ in range(LAYERS))
+        self.layers = nn.ModuleList(nn.Sequential(nn.Dropout(dropout), layer) if dropout else layer for layer in layers)
         self.checkpointing = checkpointing
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
@@ -161,6 +170,12 @@ CASES: dict[int, dict[str, Case]] = {
         "folding": folding,
     },
 }
+#: Case -> the role of tensor-parallel groups, and its operations.
+TENSORS = {
+    "tensor parallel": {"tp": ["all_gather_into_tensor", "all_reduce"]},
+    "tensor parallel experts": {"tp": ["all_gather_into_tensor", "all_reduce"]},
+    "folding": {"tp": ["all_gather", "all_reduce"]},
+}
 #: Cases of the short tier, on two ranks.
 SHORT = [(2, name) for name in ("top-2", "mixtral")]
 
@@ -186,7 +201,12 @@ def test_always_has_the_bits_of_plain_runs(trained: Trained, ranks: int, name: s
     wanted = {kind: (1 if kind.endswith("bwd") else again) * LAYERS * STEPS for kind in KINDS}
     assert kinds(coded) == wanted
     summed = {"reduce_scatter_tensor"} if "zero3" in name else {"reduce_to_owners"}
-    assert all(summed <= set(rank["calls"]) for rank in coded)
+    agreed = ["all_reduce"] if "no drop" in name or "zero3" in name else []  # a capacity, and gradients of experts
+    for rank in coded:
+        assert summed <= set(rank["calls"]) and not rank["whole"]
+        assert rank["roles"] == {"ep": [*agreed, "all_to_all_single"]} | TENSORS.get(name, {})
+        if name == "folding":
+            assert rank["ratios"]["all_reduce replicated"] > 20 and rank["ratios"]["all_reduce"] < 2, "hashes"
 
 
 @each(CASES)

@@ -112,20 +112,10 @@ def test_more_exchanges_than_known_have_no_kind(seen: list[str]) -> None:
 
     layer = native()
     exchange: Callable[..., torch.Tensor] = sharded_moe._AllToAll.apply
-    layer.layers[0].register_forward_hook(lambda module, args, output: exchange(None, output))
-    experts = layer.layers[0].experts
-    layer.layers[0].experts = torch.nn.Sequential(experts, Again(exchange))
+    for module in (layer.layers[0], layer.layers[0].experts):
+        module.register_forward_hook(lambda module, args, output: exchange(None, output))
     layer(rows())
     assert seen == [*FORWARD, "", ""], "the second exchange of a forward is taken for the combine"
-
-
-class Again(torch.nn.Module):
-    def __init__(self, exchange: Callable[..., torch.Tensor]) -> None:
-        super().__init__()
-        self._exchange = exchange
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self._exchange(None, x)
 
 
 def test_counts_between_exchanges_of_auto_ep_have_no_kind(seen: list[str], monkeypatch: pytest.MonkeyPatch) -> None:

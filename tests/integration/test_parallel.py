@@ -28,6 +28,7 @@ from parallel import (
     rank_program,
     results,
 )
+from test_moe import native
 from torch import nn
 
 LAYERS, HEADS = 2, 4
@@ -76,9 +77,9 @@ class Ulysses(nn.Module):
         return self.attention(q.contiguous(), k.contiguous(), v.contiguous(), batch_dim_idx=0).flatten(2)
 
 
-def ulysses(lab: Lab, zero: int) -> None:
+def ulysses(lab: Lab, zero: int, wrap: Callable[[nn.Module], nn.Module] = lambda layer: layer) -> None:
     group = dist.new_group(list(range(lab.ranks)))
-    lab.start(Layered([Ulysses(group) for _ in range(LAYERS)]), zero)
+    lab.start(Layered([wrap(Ulysses(group)) for _ in range(LAYERS)]), zero)
     lab.train(lambda step: (lab.tokens(step),))
 
 
@@ -120,8 +121,11 @@ def ulysses_of_transformers(lab: Lab, kv_heads: int) -> None:
 # ---- tensors -------------------------------------------------------------------------------------------------------
 
 
-def auto_tp(lab: Lab, zero: int = 1, size: int = 2, **more: Any) -> None:
-    lab.start(llama(), zero, tensor_parallel={"autotp_size": size, **more})
+def auto_tp(lab: Lab, zero: int = 1, size: int = 2, checkpointing: dict[str, Any] | None = None, **more: Any) -> None:
+    model = llama()
+    if checkpointing is not None:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=checkpointing)
+    lab.start(model, zero, tensor_parallel={"autotp_size": size, **more})
     lab.train(lambda step: (lab.tokens(step, lab.rank // size),), of_tokens)
 
 
@@ -153,8 +157,9 @@ class Domino(nn.Module):
 
 
 def domino(lab: Lab, intra: bool) -> None:
+    """An engine whose layers overlap inside gets no mpu: DeepSpeed does not know the group."""
     mpu = Grid(2)
-    lab.start(Layered([Domino(mpu, intra)]), 1, mpu=mpu)
+    lab.start(Layered([Domino(mpu, intra)]), 1, **({} if intra else {"mpu": mpu}))
     lab.train(lambda step: (lab.tokens(step, lab.rank // 2),))
 
 
@@ -172,7 +177,7 @@ class Middle(nn.Linear):
     def forward(self, given: Any) -> Any:  # type: ignore[override]
         x, mask = given if isinstance(given, tuple) else (given, None)
         y = x + torch.relu(super().forward(x))
-        return y if mask is None else (y.masked_fill(mask.unsqueeze(-1), 0.5), mask)
+        return y if mask is None else (y.masked_fill(mask, 0.5), mask)
 
 
 class Head(nn.Linear):
@@ -180,19 +185,22 @@ class Head(nn.Linear):
         return super().forward(given[0] if isinstance(given, tuple) else given)
 
 
-def pipeline(lab: Lab, zero: int, mask: bool) -> None:
-    from deepspeed.pipe import LayerSpec, PipelineModule
+def pipeline(lab: Lab, zero: int, mask: bool, tied: bool = False) -> None:
+    """``tied``: a layer of each stage has the same weights, whose gradients are added over both."""
+    from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 
-    specs = [LayerSpec(Words, VOCABULARY, WIDTH), *(LayerSpec(Middle, WIDTH, WIDTH) for _ in range(4))]
-    model = PipelineModule(
-        [*specs, LayerSpec(Head, WIDTH, VOCABULARY)], num_stages=2, loss_fn=cross_entropy, partition_method="uniform"
-    )
+    ends = TiedLayerSpec("ends", Middle, WIDTH, WIDTH) if tied else LayerSpec(Middle, WIDTH, WIDTH)
+    middle = [ends, *(LayerSpec(Middle, WIDTH, WIDTH) for _ in range(2)), ends]
+    specs = [LayerSpec(Words, VOCABULARY, WIDTH), *middle, LayerSpec(Head, WIDTH, VOCABULARY)]
+    model = PipelineModule(specs, num_stages=2, loss_fn=cross_entropy, partition_method="uniform")
     engine = lab.start(model, zero, gradient_accumulation_steps=4, gradient_clipping=0.0)
+
+    masked = torch.arange(BATCH * CONTEXT * WIDTH).view(BATCH, CONTEXT, WIDTH) % 7 == 0
 
     def batches() -> Iterator[Any]:
         for step in range(4 * STEPS):
             tokens = lab.tokens(step, engine.grid.get_data_parallel_id())
-            yield ((tokens, tokens % 5 == 0) if mask else tokens), tokens
+            yield ((tokens, masked) if mask else tokens), tokens
 
     data = batches()
     for _ in range(STEPS):
@@ -206,28 +214,31 @@ def secondary(lab: Lab) -> None:
 
 Case = Callable[[Lab], None]
 make = functools.partial
-EXCHANGES, SUMS, GATHERS, SENDS = "all_to_all_single", "all_reduce", "all_gather_into_tensor", "send"
-#: Ranks -> cases, each with the operations that must be coded.
-CASES: dict[int, dict[str, tuple[Case, set[str]]]] = {
+EXCHANGES, SUMS, GATHERS, OWNERS = "all_to_all_single", "all_reduce", "all_gather_into_tensor", "reduce_to_owners"
+ULYSSES, LLAMA, TENSORS = {"sp": {EXCHANGES}}, {"sp": {EXCHANGES, "all_gather"}}, {"tp": {SUMS, GATHERS}}
+DOMINO, STAGES = {"tp": {SUMS}}, {"pp": {"send", "recv", SUMS, "broadcast"}}
+#: Ranks -> cases, each with the operations by role, without those of data; and the operations that must be coded.
+CASES: dict[int, dict[str, tuple[Case, dict[str, set[str]], set[str]]]] = {
     2: {
-        "ulysses zero1": (make(ulysses, zero=1), {EXCHANGES, "reduce_to_owners", GATHERS}),
-        "ulysses zero3": (make(ulysses, zero=3), {EXCHANGES}),
-        "ulysses of transformers": (make(ulysses_of_transformers, kv_heads=HEADS), {EXCHANGES, GATHERS}),
-        "autotp zero1": (make(auto_tp), {SUMS}),
-        "autotp zero2 overlap": (make(auto_tp, zero=2, tp_overlap_comm=True), {SUMS}),
-        "domino": (make(domino, intra=False), {SUMS}),
-        "domino inside layers": (make(domino, intra=True), {SUMS}),
-        "pipeline": (make(pipeline, zero=0, mask=False), {SENDS}),
-        "pipeline mask": (make(pipeline, zero=1, mask=True), {SENDS}),
+        "ulysses zero1": (make(ulysses, zero=1), ULYSSES, {EXCHANGES, OWNERS, GATHERS}),
+        "ulysses zero3": (make(ulysses, zero=3), ULYSSES, {EXCHANGES}),
+        "ulysses of transformers": (make(ulysses_of_transformers, kv_heads=HEADS), LLAMA, {EXCHANGES, GATHERS}),
+        "autotp zero1": (make(auto_tp), TENSORS, {SUMS}),
+        "autotp zero2 overlap": (make(auto_tp, zero=2, tp_overlap_comm=True), TENSORS, {SUMS}),
+        "domino": (make(domino, intra=False), DOMINO, {SUMS}),
+        "domino inside layers": (make(domino, intra=True), DOMINO, {SUMS}),
+        "pipeline": (make(pipeline, zero=0, mask=False), STAGES, {"send"}),
+        "pipeline mask": (make(pipeline, zero=1, mask=True), STAGES, {"send"}),
+        "pipeline tied": (make(pipeline, zero=1, mask=False, tied=True), STAGES, {"send", SUMS}),
     },
     4: {
-        "ulysses zero1": (make(ulysses, zero=1), {EXCHANGES, "reduce_to_owners", GATHERS}),
-        "ulysses of transformers, 2 kv heads": (make(ulysses_of_transformers, kv_heads=2), {EXCHANGES, GATHERS}),
-        "autotp 4": (make(auto_tp, size=4), {SUMS}),
-        "autotp 2 of 4, zero2": (make(auto_tp, zero=2), {SUMS, "reduce_to_owners", GATHERS}),
-        "domino 2 of 4": (make(domino, intra=False), {SUMS, "reduce_to_owners"}),
-        "pipeline of 2 stages, zero1": (make(pipeline, zero=1, mask=True), {SENDS, GATHERS}),
-        "secondary shards": (secondary, {GATHERS, "reduce_scatter_tensor"}),
+        "ulysses zero1": (make(ulysses, zero=1), ULYSSES, {EXCHANGES, OWNERS, GATHERS}),
+        "ulysses of transformers, 2 kv heads": (make(ulysses_of_transformers, kv_heads=2), LLAMA, {EXCHANGES, GATHERS}),
+        "autotp 4": (make(auto_tp, size=4), TENSORS, {SUMS}),
+        "autotp 2 of 4, zero2": (make(auto_tp, zero=2), TENSORS, {SUMS, OWNERS, GATHERS}),
+        "domino 2 of 4": (make(domino, intra=False), DOMINO, {SUMS, OWNERS}),
+        "pipeline of 2 stages, zero1": (make(pipeline, zero=1, mask=True), STAGES, {"send", GATHERS}),
+        "secondary shards": (secondary, {}, {GATHERS, "reduce_scatter_tensor"}),
     },
 }
 #: Cases of the short tier, on two ranks.
@@ -236,18 +247,22 @@ SHORT = [(2, name) for name in ("ulysses zero1", "domino", "pipeline mask")]
 trained = fixture_of(__file__, CASES)
 
 
-def coded(ranks: list[dict[str, Any]], wanted: set[str]) -> bool:
-    """Whether all operations in ``wanted`` were coded, on the ranks that take part in them."""
-    return wanted <= {name for rank in ranks for name in rank["calls"]}
-
-
 @each(CASES, SHORT)
-def test_always_has_the_bits_of_plain_runs(trained: Trained, ranks: int, name: str) -> None:
+def test_always_has_the_bits_of_plain_runs_and_each_call_the_role_of_its_group(
+    trained: Trained, ranks: int, name: str
+) -> None:
     plain, always = trained(ranks, "plain")[name], trained(ranks, "always")[name]
+    _, roles, coded = CASES[ranks][name]
     assert_trained(plain)
     assert not any(rank["calls"] for rank in plain)
     assert bits(always) == bits(plain)
-    assert coded(always, CASES[ranks][name][1]), [rank["calls"] for rank in always]
+    assert coded <= {name for rank in always for name in rank["calls"]}, [rank["calls"] for rank in always]
+    for rank in always:
+        assert {role: set(ops) for role, ops in rank["roles"].items()} == roles
+        assert not rank["whole"] or name == "pipeline", "ZeRO's sums alone have owners"
+    if name == "pipeline mask":  # the first stage sends activations and masks of 4 kB, the last one as many gradients
+        first, last = (rank["sent"]["pp"] for rank in always)
+        assert first - last < 3000, "a mask goes once as bits, then as hashes"
 
 
 @each(CASES)
@@ -256,7 +271,10 @@ def test_auto_has_the_bits_of_plain_runs(trained: Trained, ranks: int, name: str
     assert bits(trained(ranks, "auto")[name]) == bits(trained(ranks, "plain")[name])
 
 
-@pytest.mark.full(reason="one more launch, of cases that only the full tier has")
+FULL = pytest.mark.full(reason="one more launch, of cases that only the full tier has")
+
+
+@FULL
 def test_wrong_bit_changes_the_result(trained: Trained, tmp_path: Path) -> None:
     """The tests above see a single wrong bit per message of one rank."""
     names = ["ulysses zero1", "autotp zero1", "domino", "pipeline"]
@@ -265,5 +283,19 @@ def test_wrong_bit_changes_the_result(trained: Trained, tmp_path: Path) -> None:
         assert bits(wrong[name]) != bits(trained(2, "plain")[name])
 
 
+@FULL
+def test_a_mode_reaches_all_calls_of_its_role(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Only data parallelism is coded. The plain run has the same cases: DeepSpeed's AutoTP changes the weights of later models."""
+    names = ["ulysses zero1", "domino", "pipeline tied", "experts"]
+    plain, found = (
+        results(__file__, 2, mode, tmp_path_factory.mktemp("modes"), names) for mode in ("plain", "data alone")
+    )
+    for name in names:
+        assert bits(found[name]) == bits(plain[name]), name
+        for rank in found[name]:
+            assert set(rank["calls"]) <= {OWNERS, GATHERS}, name
+            assert set(rank["roles"]) == ({"ep"} if name == "experts" else set(CASES[2][name][1])), name
+
+
 if __name__ == "__main__":
-    rank_program({name: run for name, (run, _) in CASES[int(os.environ["WORLD_SIZE"])].items()})
+    rank_program({name: run for name, (run, *_) in CASES[int(os.environ["WORLD_SIZE"])].items()} | {"experts": native})

@@ -1,7 +1,7 @@
 """Engines of a tiny Llama with adapters under ZeRO-3 and ZeRO-2: the bits of plain DeepSpeed, and gathers of frozen weights that send
 next to nothing.
 
-One launch runs all cases. ``test_peft_edits.py`` has the changes of frozen weights behind the back of DeepSpeed.
+One launch runs all cases. ``test_engines_versions.py`` has checkpoints, and changes of frozen weights behind the back of DeepSpeed.
 """
 
 from __future__ import annotations
@@ -59,15 +59,6 @@ def adapters(lab: LlamaLab) -> None:
     lab.train_phase(engine, 1, "steady: loaded")
 
 
-def coalesced(lab: LlamaLab) -> None:
-    """Adapters that do not stay gathered lie between frozen weights in each message. Batches are accumulated."""
-    engine = lab.start(
-        with_adapters(llama()), zero={"stage3_param_persistence_threshold": 0}, gradient_accumulation_steps=2
-    )
-    lab.train_phase(engine, 1, "first step")
-    lab.train_phase(engine, 2, "steady: mixed")
-
-
 def quantised(lab: LlamaLab) -> None:
     """Frozen weights of int8 and uint8, with and without adapters; a weight of each dtype is changed between steps."""
     engine = lab.start(with_adapters(quantise(llama())))
@@ -110,24 +101,6 @@ def evaluated(lab: LlamaLab) -> None:
     lab.train_phase(engine, 2, "steady: saved", of_files(lab.folder))
 
 
-def checkpoint(lab: LlamaLab) -> None:
-    """Weights of a file are loaded into frozen weights; a checkpoint brings the old ones back."""
-    engine = lab.start(with_adapters(llama()))
-    lab.train(engine, 2)
-    engine.save_checkpoint(str(lab.folder))
-    lab.phase("two steps")
-    loaded = torch.Generator().manual_seed(5)
-    for name, param in engine.module.named_parameters():
-        if "mlp" in name:
-            with gathered([param], rank=1):
-                param.data.normal_(std=0.02, generator=loaded)
-    lab.train_phase(engine, 1, "loaded into frozen weights")
-    lab.train_phase(engine, 1, "steady: loaded")
-    engine.load_checkpoint(str(lab.folder))
-    lab.train_phase(engine, 1, "back")
-    lab.train_phase(engine, 1, "steady: back")
-
-
 def dora(lab: LlamaLab) -> None:
     """peft gathers base weights in each forward pass, as if to change them."""
     engine = lab.start(with_adapters(llama(), use_dora=True))
@@ -141,7 +114,7 @@ def zero2(lab: LlamaLab) -> None:
 
 
 CASES: dict[str, Callable[[LlamaLab], None]] = {
-    case.__name__: case for case in (adapters, coalesced, quantised, evaluated, checkpoint, dora, zero2)
+    case.__name__: case for case in (adapters, quantised, evaluated, dora, zero2)
 }
 
 

@@ -169,15 +169,12 @@ def messages(lab: Lab) -> None:
 def resumed(lab: Lab, kept: str) -> None:
     """Train on with a new engine from a checkpoint of the step before the last. ``kept``: "all", or "no state" for the planted mistake, or
     "a file is missing", of rank 1."""
-
     from ds_zipccl.integration.lossy import checkpoints
 
-    folder = Path(sys.argv[1], "checkpoint")
-    if kept == "no state":
-        with mock.patch.object(checkpoints, "load", lambda *given: None):
-            train(lab, {"send": "all", "error": "lazy_run"}, folder=folder, fp32=True)
-        return
-    train(lab, {"send": "all", "error": "lazy_run"}, folder=folder, fp32=True, missing=kept == "a file is missing")
+    never = mock.patch.object(checkpoints, "load", lambda *given: None)
+    with never if kept == "no state" else contextlib.nullcontext():
+        folder, missing = Path(sys.argv[1], "checkpoint"), kept == "a file is missing"
+        train(lab, {"send": "all", "error": "lazy_run"}, folder=folder, fp32=True, missing=missing)
 
 
 make = functools.partial

@@ -79,6 +79,7 @@ SMALL_BUCKET = [torch.empty(20, 30), torch.empty(400)]
 
 @pytest.fixture
 def optimizer() -> Any:
+    """An optimizer of a class of its own, which is watched."""
     watched = type("Watched", (Optimizer,), {NAME: getattr(Optimizer, NAME)})
     hook_points.surround(f"DeepSpeedZeroOptimizer.{NAME}", watched)
     return watched()
@@ -103,9 +104,8 @@ def test_zenflow_keeps_its_sums_whole(optimizer: Any) -> None:
         assert getattr(optimizer, NAME)(SMALL_BUCKET, bucket_ranks=[0, frozenset({1, 2})]) == wanted
 
 
-def test_watching_twice_is_watching_once() -> None:
-    watched = type("Watched", (Optimizer,), {NAME: getattr(Optimizer, NAME)})
-    hook_points.surround(f"DeepSpeedZeroOptimizer.{NAME}", watched)
+def test_watching_twice_is_watching_once(optimizer: Any) -> None:
+    watched = type(optimizer)
     once = getattr(watched, NAME)
     assert once is not getattr(Optimizer, NAME) and once.__doc__ == "DeepSpeed's method."
     hook_points.surround(f"DeepSpeedZeroOptimizer.{NAME}", watched)

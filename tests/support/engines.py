@@ -144,9 +144,9 @@ def train_each(
         cases = dict.fromkeys(case for count, of, case in runs if count == ranks and kind in ("off", of))
         place = folder(f"{kind}{ranks}")
         if kind == "off":
-            found[ranks, kind] = reference(program, ranks, place, *cases, sources=SOURCES)
+            found[ranks, kind] = reference(program, ranks, place, *cases, sources=SOURCES, timeout=480)
         else:
-            found[ranks, kind] = launch(program, ranks, place, *cases, DS_ZIPCCL=sections[kind])
+            found[ranks, kind] = launch(program, ranks, place, *cases, timeout=480, DS_ZIPCCL=sections[kind])
     return lambda ranks, kind, case: found[ranks, kind][case]
 
 

@@ -35,7 +35,11 @@ SECTIONS = {
     "auto": '{"enabled": true, "min_bytes": 1024}',
     "kept": '{"enabled": true, "mode": "always", "min_bytes": 1024, "recompute_base": "host"}',
     "kept auto": '{"enabled": true, "min_bytes": 1024, "recompute_base": "host"}',
+    "data alone": '{"enabled": true, "mode": "always", "min_bytes": 1024, '
+    '"roles": {"tp": "never", "sp": "never", "pp": "never", "ep": "never"}}',
 }
+#: Roles of data parallelism.
+OF_DATA = {"dp", "zero_param", "zero_grad"}
 #: Sources of the results of a plain run, beside the test's file.
 SOURCES = (Path(__file__), Path(megatron.__file__), EXAMPLES, PACKAGE / "telemetry")
 
@@ -66,6 +70,7 @@ class Lab:
         }
         given.setdefault("model_parameters", [one for one in model.parameters() if one.requires_grad])
         self.engine, *_ = deepspeed.initialize(model=model, config=config | more, **given)
+        counters.reset()  # the start is not of interest
         return self.engine
 
     def train(
@@ -89,7 +94,9 @@ class Lab:
         from deepspeed.utils import groups
 
         found = {"losses": self.losses, "sha256": sha256(self.engine.module.parameters()), "calls": calls()} | self.more
-        found |= {"sent": sent(), "table": table.render()}
+        found |= {"sent": sent(), "roles": roles(), "table": table.render()}
+        found["ratios"] = {f"{one['op']} {one['kind']}".rstrip(): one["ratio"] for one in rows("tp")}
+        found["whole"] = any(one["whole"] for one in counters.rows())  # sums that lack the owners of their slices
         self.engine.destroy()
         self.engine = None
         getattr(groups, "_release_process_group_references", lambda: None)()  # DeepSpeed 0.18 keeps its groups
@@ -116,6 +123,17 @@ def calls() -> dict[str, int]:
         name = f"{row['op']} {row['kind']}".rstrip()
         found[name] = found.get(name, 0) + row["calls"]
     return {name: count for name, count in found.items() if count}
+
+
+def roles() -> dict[str, list[str]]:
+    """Return the operations of each role that is not one of data, coded and plain, sorted."""
+    names = {row["role"] for row in counters.rows()} - OF_DATA
+    found = {role: sorted({row["op"] for row in rows(role) if row["calls"] or row["passed"]}) for role in names}
+    return {role: ops for role, ops in found.items() if ops}
+
+
+def rows(role: str) -> list[dict[str, Any]]:
+    return [row for row in counters.rows() if row["role"] == role]
 
 
 def sent() -> dict[str, int]:

@@ -74,7 +74,13 @@ def launch(
 
 
 def reference(
-    program: str, ranks: int, folder: Path, *options: str, sources: Sequence[Path] = (), **environment: str
+    program: str,
+    ranks: int,
+    folder: Path,
+    *options: str,
+    sources: Sequence[Path] = (),
+    timeout: float = 240,
+    **environment: str,
 ) -> dict[str, Any]:
     """As :func:`launch` with ``DS_ZIPCCL=0``. In the short tier the results of an earlier run count, where nothing has changed.
 
@@ -84,7 +90,7 @@ def reference(
     """
     environment["DS_ZIPCCL"] = "0"
     if not KEEP_REFERENCES:
-        return launch(program, ranks, folder, *options, **environment)
+        return launch(program, ranks, folder, *options, timeout=timeout, **environment)
     parts = [sys.version, _cpu(), repr((ranks, options, sorted(environment.items())))]
     parts += sorted(f"{package.name} {package.version}" for package in importlib.metadata.distributions())
     for source in (Path(program), *sources):
@@ -92,7 +98,7 @@ def reference(
         parts += [f"{file.name}\n{file.read_text()}" for file in files if file.suffix in (".py", ".json")]
 
     def make(target: Path) -> None:
-        target.write_text(json.dumps(launch(program, ranks, folder, *options, **environment)))
+        target.write_text(json.dumps(launch(program, ranks, folder, *options, timeout=timeout, **environment)))
 
     return dict(json.loads(builds.kept("reference", parts, make).read_text()))
 
@@ -110,7 +116,7 @@ def plain_and_coded(
     plain, coded = (folder / name for name in ("plain", "coded"))
     plain.mkdir(), coded.mkdir()
     found = launch(program, ranks, coded, *options, timeout=timeout, **environment)
-    return reference(program, ranks, plain, *options, sources=sources), found
+    return reference(program, ranks, plain, *options, sources=sources, timeout=timeout), found
 
 
 def _cpu() -> str:

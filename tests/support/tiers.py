@@ -34,7 +34,6 @@ LONG = (
     "tests/codec/test_trust.py",
     "tests/integration/test_parallel.py",
     "tests/integration/test_recipes.py",
-    "tests/integration/test_engines_zero3.py",
     "tests/test_packaging.py",
     "benchmarks/tests/test_bench_experts.py",
     "tests/integration/test_engines.py",

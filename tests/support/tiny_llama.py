@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from engines import ADAM, BATCH, CONTEXT, Lab
+from engines import BATCH, CONTEXT, Lab
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -157,31 +157,14 @@ class LlamaLab(Lab):
         _meter = _meter or Meter()
         self.meter = _meter
         self.meter.read()
-        self.seen: list[str] = []
-
-    def watch(self, engine: Any, name: str) -> None:
-        """Note the words of a weight that its module sees in the forward pass, and again where checkpointing repeats that pass."""
-        (module,) = (found for key, found in engine.module.named_modules() if key.endswith(name))
-
-        def note(module: Any, *args: Any) -> None:
-            self.seen.append(hashlib.sha256(name.encode() + _bytes(module.weight.detach())).hexdigest())
-
-        module.register_forward_pre_hook(note)
 
     def start(self, model: Any, zero: dict[str, Any] | None = None, **config: Any) -> Any:
         """Return a new engine for a model. ``config`` and ``zero`` override the settings of the engine, and of ZeRO."""
-        import deepspeed
 
-        settings = {
-            "train_micro_batch_size_per_gpu": BATCH,
-            "bf16": {"enabled": True},
-            "optimizer": {"type": "AdamW", "params": ADAM},
-            "zero_optimization": {**ZERO3, **(zero or {})},
-        }
-        trained = [param for param in model.parameters() if param.requires_grad]
-        engine, *_ = deepspeed.initialize(model=model, model_parameters=trained, config={**settings, **config})
-        self.engines.append(engine)
-        return engine
+        def trained(model: Any) -> list[Any]:
+            return [param for param in model.parameters() if param.requires_grad]
+
+        return self.engine(make=lambda: model, groups=trained, zero={**ZERO3, **(zero or {})}, **config)
 
     def loss(self, engine: Any) -> torch.Tensor:
         """Return the loss of the next batch."""
@@ -214,8 +197,7 @@ class LlamaLab(Lab):
         bits = [*(digest(engine.module.parameters()) for engine in self.engines), *more]
         done = sum(len(phase["losses"]) for phase in self.phases)
         found = {"phase": name, **self.meter.read(), "differences": differences, "bits": bits}
-        self.phases.append(found | {"losses": self.losses[done:], "seen": self.seen[:]})
-        self.seen.clear()
+        self.phases.append(found | {"losses": self.losses[done:]})
         counters.reset()
 
 
