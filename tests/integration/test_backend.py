@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import tiers
-from backend_programs import PRELUDE, launch, succeed
+from backend_programs import succeed
 
 
 def test_section_table_and_monitor(tmp_path: Path) -> None:
@@ -105,17 +105,6 @@ leave()
     )
 
 
-OFF = """
-section["owner_only"] = "off"
-assert sums() == ({"all_reduce": 2}, {})
-leave()
-"""
-
-
-def test_gradients_may_go_to_all(tmp_path: Path) -> None:
-    succeed(tmp_path, OWNERS + OFF)
-
-
 def test_environment_switches_on_without_an_engine(tmp_path: Path) -> None:
     outputs = succeed(
         tmp_path,
@@ -173,88 +162,46 @@ leave()
     )
 
 
-BAD_SECTIONS: list[tuple[Any, list[str]]] = [
-    (
-        {"enabled": True, "min_byte": 1, "reduction": "sum"},
-        ['did you mean "min_bytes"?', '"auto" | "match" | "fp32" | "plain", got "sum"'],
-    ),
-    (True, ['"zipccl" must be an object such as {"enabled": true}, got True']),
-]
+#: Sections of the two ranks -> parts of the error that each of them raises.
+REFUSED: dict[str, tuple[Any, Any, list[str]]] = {
+    "keys": (*[{"enabled": True, "min_byte": 1, "reduction": "sum"}] * 2,
+             ['did you mean "min_bytes"?', '"auto" | "match" | "fp32" | "plain", got "sum"']),
+    "no object": (True, True, ['"zipccl" must be an object such as {"enabled": true}, got True']),
+    "values": ({"enabled": True, "block": 512}, {"enabled": True, "block": 256, "oops": 1},
+               ["block: 512 on ranks [0]; 256 on ranks [1]", "oops: not set on ranks [0]; 1 on ranks [1]"]),
+    "one has none": ({"enabled": True}, None, ["no section at all: ranks [1]"]),
+    "codecs": (*({"lossy": True, "roles": {"tp": {"codec": "round", "mantissa": kept}}} for kept in (3, 4)),
+               ['roles: {"tp": {"codec": "round", "mantissa": 3}} on ranks [0]']),
+    "versions": ({"enabled": True}, {"enabled": True}, ['"0.2.0" on ranks [0]; "0.0.9" on ranks [1]']),
+}  # fmt: skip
 
 
-@pytest.mark.parametrize("section, words", BAD_SECTIONS, ids=("keys", "no object"))
-def test_bad_section_stops_every_rank(tmp_path: Path, section: Any, words: list[str]) -> None:
-    for status, output in launch(tmp_path, PRELUDE + f"engine({section!r})"):
-        assert status != 0 and "ConfigError" in output
-        for word in words:
-            assert word in output
-
-
-@pytest.mark.parametrize("given, lines", [({"mode": "always"}, 1), ({"enabled": False}, 0)], ids=("forgotten", "off"))
-def test_a_section_that_switches_nothing_on(tmp_path: Path, given: dict[str, Any], lines: int) -> None:
-    """A user who forgot the key reads so; one who wrote false does not."""
-    (status, output), *_ = launch(tmp_path, PRELUDE + f"engine({given!r}); leave()", ranks=1)
-    assert status == 0 and output.count('] off: "zipccl" has no key "enabled"; add "enabled": true') == lines
-
-
-OTHER_VERSION = """
-if rank == 1:
-    from ds_zipccl.integration import config_agreement
-    config_agreement.__version__ = "0.0.9"
-engine({"enabled": True})
-"""
-
-
-def test_ranks_of_other_versions_all_stop(tmp_path: Path) -> None:
-    for status, output in launch(tmp_path, PRELUDE + OTHER_VERSION):
-        assert status != 0 and "ConfigError" in output
-        assert '"0.2.0" on ranks [0]; "0.0.9" on ranks [1]' in output
-
-
-DIFFERENT = {
-    "values": ('{"enabled": true, "block": 512}', '{"enabled": true, "block": 256, "oops": 1}'),
-    "one has none": ('{"enabled": true}', ""),
-}
-NAMED = {
-    "values": ["block: 512 on ranks [0]; 256 on ranks [1]", "oops: not set on ranks [0]; 1 on ranks [1]"],
-    "one has none": ["no section at all: ranks [1]"],
-}
-
-
-@pytest.mark.parametrize("case", DIFFERENT)
-def test_ranks_that_differ_all_stop(tmp_path: Path, case: str) -> None:
-    program = f"""
-sections = {DIFFERENT[case]!r}
-engine(json.loads(sections[rank]) if sections[rank] else None)
-"""
-    for status, output in launch(tmp_path, PRELUDE + program):
-        assert status != 0 and "ConfigError" in output
-        for words in NAMED[case]:
-            assert words in output
-
-
-def test_second_engine_must_agree(tmp_path: Path) -> None:
+def test_sections_that_every_rank_refuses(tmp_path: Path) -> None:
+    """Invalid ones, and those on which ranks differ: an error on each rank, and no hang. So is a second section of a job."""
     succeed(
         tmp_path,
-        """
-section = {"enabled": True}
+        f"""
+from ds_zipccl.integration import config_agreement
+def refused(case, section, parts, **more):
+    try:
+        engine(section, **more)
+    except ValueError as error:  # ConfigError is one
+        assert all(part in str(error) for part in parts), (case, error)
+    else:
+        raise AssertionError(f"accepted: {{case}}")
+for case, (*sections, parts) in {REFUSED!r}.items():
+    version = config_agreement.__version__
+    if (case, rank) == ("versions", 1):
+        config_agreement.__version__ = "0.0.9"
+    refused(case, sections[rank], parts)
+    config_agreement.__version__ = version
+refused("misspelt", None, ['unknown key "zipcl"', 'did you mean "zipccl"?'], zipcl={{"enabled": True}})
+section = {{"enabled": True}}
 engine(section); engine(dict(section)); engine(None)
-try:
-    engine({"enabled": True, "block": 256})
-except ValueError as error:
-    assert "another engine" in str(error), error
-else:
-    raise AssertionError("a second configuration was accepted")
+refused("second", {{"enabled": True, "block": 256}}, ["another engine"])
 leave()
 """,
-        ranks=1,
     )
-
-
-def test_misspelt_section_is_not_silent(tmp_path: Path) -> None:
-    program = PRELUDE + 'engine(None, zipcl={"enabled": True})'
-    (status, output), *_ = launch(tmp_path, program, ranks=1)
-    assert status != 0 and 'unknown key "zipcl"' in output and 'did you mean "zipccl"?' in output
 
 
 IMPORT_ORDERS = {
