@@ -69,16 +69,11 @@ def remove(point: HookPoint, monkeypatch: pytest.MonkeyPatch) -> None:
 def replace(point: HookPoint, monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the name of a point take other parameters."""
     _, owner, parts = owner_of(point)
-    put(owner, parts[-1], planted, monkeypatch)
-
-
-def put(owner: Any, last: str, function: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let ``function`` be what an object, or a table of functions, has under a name."""
     if isinstance(owner, dict):
-        monkeypatch.setitem(owner, key_of(owner, last), function)
+        monkeypatch.setitem(owner, key_of(owner, parts[-1]), planted)
     else:
-        static = isinstance(vars(owner).get(last), staticmethod)
-        monkeypatch.setattr(owner, last, staticmethod(function) if static else function)
+        static = isinstance(vars(owner).get(parts[-1]), staticmethod)
+        monkeypatch.setattr(owner, parts[-1], staticmethod(planted) if static else planted)
 
 
 def execute_again(module: ModuleType) -> ModuleType:
@@ -195,8 +190,12 @@ def test_places_of_lossy_codecs_with_other_parameters(monkeypatch: pytest.Monkey
         owner, _, last = site.name.rpartition(".")
         holder: Any = getattr(module, owner) if owner else module
         with monkeypatch.context() as patch:
-            named = type(planted)(planted.__code__, {}, last)
-            put(getattr(holder, site.table) if site.table else holder, last, named, patch)
+            if site.table:
+                table = getattr(holder, site.table)
+                key = next(key for key, one in table.items() if one.__name__ == last)
+                patch.setitem(table, key, type(planted)(planted.__code__, {}, last))
+            else:
+                patch.setattr(holder, last, planted)
             calls.watch(module)
             known = f"{site.name} as this package knows it"
             assert known in calls.missing(config)[role]
