@@ -101,6 +101,13 @@ def test_values_of_subclasses_become_plain() -> None:
     assert parse_section(section).mode_of("dp") == "never"
 
 
+def test_a_config_keeps_its_roles() -> None:
+    roles: dict[str, object] = {"ep": "never"}
+    config = parse_section({"roles": roles})
+    roles["dp"] = "no mode"
+    assert config.roles == {"ep": "never"} and ZipcclConfig().roles == {}
+
+
 REFUSED = [
     ({"enable": True}, ['"zipccl.enable" is not a known key', 'did you mean "enabled"?', f"known keys: {NAMES}"]),
     ({"xyzzy": 1}, ['"zipccl.xyzzy" is not a known key; known keys: ']),
