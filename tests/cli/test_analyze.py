@@ -11,7 +11,7 @@ import from_format
 import numpy as np
 import pytest
 import torch
-from commands import command, content, shannon
+from commands import assert_refused, outcome, shannon
 from safetensors.torch import save_file
 
 from ds_zipccl import codecs
@@ -19,6 +19,8 @@ from ds_zipccl.__main__ import main
 from ds_zipccl.benchmarks import data
 from ds_zipccl.benchmarks.codec import trial
 from ds_zipccl.benchmarks.exponents import Fields, block_tables, differing, entropy, exponents
+from ds_zipccl.cli.analyze import wrong
+from ds_zipccl.lossy import Round
 
 
 @pytest.fixture
@@ -32,10 +34,8 @@ def tensors() -> dict[str, torch.Tensor]:
     }
 
 
-def analysis(path: Path, *words: str) -> list[dict[str, Any]]:
-    target = path.with_suffix(".json")
-    assert main(["analyze", str(path), "--json", str(target), *words]) == 0
-    return list(content(target)["rows"])
+def analysis(path: Path) -> list[dict[str, Any]]:
+    return list(outcome(path.parent, f"analyze {path}")["rows"])
 
 
 def check(rows: list[dict[str, Any]], tensors: dict[str, torch.Tensor]) -> None:
@@ -130,15 +130,13 @@ def test_analyze_never_executes_a_pickle(tmp_path: Path, zipped: bool, capsys: p
     assert proof.exists()  # the trap was a real one
 
 
-@pytest.mark.parametrize("name", ["model.pt", "model.safetensors"])
 def test_analyze_refuses_half_a_file(
-    tensors: dict[str, torch.Tensor], tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]
+    tensors: dict[str, torch.Tensor], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    path = tmp_path / name
-    torch.save(tensors, path) if path.suffix == ".pt" else save_file(tensors, path)
-    path.write_bytes(path.read_bytes()[:3000])
-    assert main(["analyze", str(path)]) == 2
-    assert "not a sound" in capsys.readouterr().err
+    for save, path in ((torch.save, tmp_path / "model.pt"), (save_file, tmp_path / "model.safetensors")):
+        save(tensors, path)
+        path.write_bytes(path.read_bytes()[:3000])
+        assert_refused(["analyze", str(path)], "not a sound", capsys)
 
 
 def test_analyze_counts_wrong_elements(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -150,16 +148,14 @@ def test_analyze_counts_wrong_elements(monkeypatch: pytest.MonkeyPatch, tmp_path
         return result
 
     monkeypatch.setattr(codecs, "decompress", negates_the_first)
-    path = tmp_path / "rows.json"
-    assert main(["analyze", "-", "--data", "zeros", "--numel", "4K", "--json", str(path)]) == 1
-    assert [row["wrong"] for row in content(path)["rows"]] == [1, 1]
+    found = outcome(tmp_path, "analyze - --data zeros --numel 4K", status=1)
+    assert [row["wrong"] for row in found["rows"]] == [1, 1]
 
 
 def test_plot_is_a_picture(tmp_path: Path) -> None:
     image = pytest.importorskip("matplotlib.image")
     path = tmp_path / "plot.png"
-    result = command("analyze", "-", "--data", "normal:1e-3", "zeros", "--numel", "64K", "--plot", str(path))
-    assert result.returncode == 0, result.stderr
+    assert main([*"analyze - --data normal:1e-3 zeros --numel 64K --plot".split(), str(path)]) == 0
     assert path.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
     pixels = image.imread(path)
     assert pixels.shape[0] > 300 and pixels.shape[1] > 1000
@@ -172,9 +168,7 @@ def test_plot_knows_the_format() -> None:
 
     for mode, named in from_format.NAMED.items():
         tiers = {3 - k: tier for tier, ks in enumerate(named) for k in ks if k != "zero"}
-        assert {distance: plots._tier(mode, distance) for distance in range(-14, 6)} == {
-            distance: tiers.get(distance) for distance in range(-14, 6)
-        }
+        assert all(plots._tier(mode, distance) == tiers.get(distance) for distance in range(-14, 6))
     drawing = plots.Histograms(512)
     tensor = torch.cat([data.spec("normal:0.01").make(5120, "bfloat16"), torch.zeros(512, dtype=torch.bfloat16)])
     drawing.add(tensor, codecs.compress(tensor, block=512))
@@ -190,8 +184,34 @@ def test_plot_knows_the_format() -> None:
 def test_plot_without_matplotlib(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     monkeypatch.delitem(sys.modules, "ds_zipccl.benchmarks.plots", raising=False)
-    assert main(["analyze", "-", "--numel", "4K", "--plot", "x.png"]) == 2
-    assert "pip install matplotlib" in capsys.readouterr().err
+    assert_refused("analyze - --numel 4K --plot x.png".split(), "pip install matplotlib", capsys)
+
+
+def test_analyze_measures_lossy_codecs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    torch.manual_seed(1)
+    tensors = {"a": torch.randn(70_000).bfloat16(), "b": torch.randn(3000), "ids": torch.arange(4000)}
+    tensors["a"][:3] = torch.tensor([math.nan, math.inf, -math.inf])
+    path = tmp_path / "model.safetensors"
+    save_file(tensors, path)
+    found = outcome(tmp_path, f"analyze {path} --lossy round:2 round:5")
+    rows = {(row["name"], row["codec"]): row for row in found["lossy"]}
+    assert len(rows) == 4 and all(row["wrong"] == 0 for row in rows.values())
+    for (name, codec), row in rows.items():
+        bits = int(codec[-1])
+        frame = codecs.compress(tensors[name], Round(bits), lossy=True, shaped=False, checksum=False)
+        assert row["bits"] == 8 * frame.nbytes / tensors[name].numel()
+        assert row["error"] == pytest.approx(0.212 * 2**-bits, rel=0.08)
+        assert row["lossless"] - row["bits"] == pytest.approx({"a": 7, "b": 23}[name] - bits, abs=0.2)
+        assert 0 < row["small_error"] < row["error"]
+    assert "round mantissa 2" in capsys.readouterr().out
+
+
+def test_wrong_values_are_seen() -> None:
+    x = torch.tensor([3.0, 4.0, 0.0, 0.01, math.nan, math.inf])
+    y = torch.tensor([3.0, 4.0, 0.0, 0.02, math.nan, math.inf])
+    assert wrong(x, y, y) == 0 and wrong(x, y, x) == 1
+    lost = torch.where(x.isfinite(), x, torch.zeros(()))
+    assert wrong(x, lost, lost) == 2, "values that were not finite must stay"
 
 
 # ---------------------------------------------------------------- data and statistics
@@ -235,7 +255,8 @@ def test_exponent_statistics() -> None:
     assert exponents(tensor).counts.sum() == 100_003
     assert exponents(torch.empty(0)).entropy == exponents(torch.empty(0)).within_blocks == 0
     assert float(entropy(np.array([4, 4, 4, 4]))) == 2.0
-    for dtype, bits in ((torch.bfloat16, (8, 7)), (torch.float16, (5, 10)), (torch.float32, (8, 23))):
+    fp8 = ((torch.float8_e4m3fn, (4, 3)), (torch.float8_e5m2, (5, 2)))
+    for dtype, bits in ((torch.bfloat16, (8, 7)), (torch.float16, (5, 10)), (torch.float32, (8, 23)), *fp8):
         assert (Fields.of(dtype).exponent, Fields.of(dtype).mantissa) == bits
 
 
@@ -244,9 +265,8 @@ def test_block_tables_read_what_the_encoder_chose() -> None:
     noise = data.spec("random").make(512, "bfloat16")
     sparse = data.spec("sparse20").make(300, "bfloat16")
     wide = (normal * torch.exp2(torch.arange(512) % 6)).bfloat16()
-    tensor = torch.cat(
-        [torch.zeros(512).bfloat16(), noise, normal, normal * 16, *[noise] * 14, wide, *[noise] * 15, sparse]
-    )
+    blocks = [torch.zeros(512).bfloat16(), noise, normal, normal * 16, *[noise] * 14, wide, *[noise] * 15, sparse]
+    tensor = torch.cat(blocks)
     tops, modes = block_tables(codecs.compress(tensor, block=512))
     assert modes.tolist() == [0, 1, 2, 2, *[1] * 14, 4, *[1] * 15, 3]
     assert int(tops[3]) - int(tops[2]) == 4  # 16 = 2**4
@@ -255,10 +275,9 @@ def test_block_tables_read_what_the_encoder_chose() -> None:
 
 def test_choices_are_those_of_the_codec() -> None:
     assert data.BLOCKS == codecs.exponent.BLOCKS
-    assert [getattr(torch, name) for name in data.DEFAULT_DTYPES] == list(codecs.CODED_DTYPES)[
-        : len(data.DEFAULT_DTYPES)
-    ]
-    assert set(trial.CODECS) == set(codecs.CODECS)
+    coded = list(codecs.CODED_DTYPES)
+    assert [getattr(torch, name) for name in data.DEFAULT_DTYPES] == coded[: len(data.DEFAULT_DTYPES)]
+    assert tuple(codecs.CODECS) == trial.CODECS
 
 
 def test_differing_looks_at_bits() -> None:

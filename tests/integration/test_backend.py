@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 import tiers
-from backend_programs import PRELUDE, launch, succeed
+from backend_programs import succeed
+from places import ROOT
 
 
 def test_section_table_and_monitor(tmp_path: Path) -> None:
@@ -69,15 +70,6 @@ def sums(stage=2, micro=1, **more):
     return calls, dict(whole)
 unknown = "the owners of the bucket are not known"
 to_owners = ({"reduce_to_owners": 2}, {})
-"""
-
-
-def test_gradients_go_to_their_owners(tmp_path: Path) -> None:
-    """Gradients go to their owners where DeepSpeed names them, and each sum equals the plain one. Elsewhere the table gives the reason."""
-    succeed(
-        tmp_path,
-        OWNERS
-        + """
 assert sums(1) == sums(2) == to_owners
 assert sums(communication_data_type="fp32") == sums(zero={"overlap_comm": True}) == to_owners
 assert sums(zero={"round_robin_gradients": True}) == to_owners
@@ -100,20 +92,12 @@ calls, whole = sums(zero={"reduce_bucket_size": 66000})  # a bucket for every la
 assert set(calls) == {"reduce_to_owners"} and not whole, (calls, whole)
 assert sums(zero={"reduce_bucket_size": 200000, "round_robin_gradients": True}) == ({"reduce_to_owners": 4}, {})
 leave()
-""",
-        ranks=3,
-    )
-
-
-OFF = """
-section["owner_only"] = "off"
-assert sums() == ({"all_reduce": 2}, {})
-leave()
 """
 
 
-def test_gradients_may_go_to_all(tmp_path: Path) -> None:
-    succeed(tmp_path, OWNERS + OFF)
+def test_gradients_go_to_their_owners(tmp_path: Path) -> None:
+    """Gradients go to their owners where DeepSpeed names them, and each sum equals the plain one. Elsewhere the table gives the reason."""
+    succeed(tmp_path, OWNERS, ranks=3)
 
 
 def test_environment_switches_on_without_an_engine(tmp_path: Path) -> None:
@@ -173,88 +157,110 @@ leave()
     )
 
 
-BAD_SECTIONS: list[tuple[Any, list[str]]] = [
-    (
-        {"enabled": True, "min_byte": 1, "reduction": "sum"},
-        ['did you mean "min_bytes"?', '"auto" | "match" | "fp32" | "plain", got "sum"'],
-    ),
-    (True, ['"zipccl" must be an object such as {"enabled": true}, got True']),
-]
+# ---- lossy roles: the line about them, the switch of the environment
 
+ROLES = {"tp": {"codec": "int", "bits": 6, "when": "forward"}}
+SECTION = {"enabled": True, "mode": "always", "lossy": True, "roles": ROLES}
 
-@pytest.mark.parametrize("section, words", BAD_SECTIONS, ids=("keys", "no object"))
-def test_bad_section_stops_every_rank(tmp_path: Path, section: Any, words: list[str]) -> None:
-    for status, output in launch(tmp_path, PRELUDE + f"engine({section!r})"):
-        assert status != 0 and "ConfigError" in output
-        for word in words:
-            assert word in output
-
-
-@pytest.mark.parametrize("given, lines", [({"mode": "always"}, 1), ({"enabled": False}, 0)], ids=("forgotten", "off"))
-def test_a_section_that_switches_nothing_on(tmp_path: Path, given: dict[str, Any], lines: int) -> None:
-    """A user who forgot the key reads so; one who wrote false does not."""
-    (status, output), *_ = launch(tmp_path, PRELUDE + f"engine({given!r}); leave()", ranks=1)
-    assert status == 0 and output.count('] off: "zipccl" has no key "enabled"; add "enabled": true') == lines
-
-
-OTHER_VERSION = """
-if rank == 1:
-    from ds_zipccl.integration import config_agreement
-    config_agreement.__version__ = "0.0.9"
-engine({"enabled": True})
+STARTS = """
+e = engine(SECTION)
+config = deepspeed.comm.comm.cdb.job.config
+print("CODECS", config.lossy_of("tp", "forward"), config.lossy_of("tp"), config.lossy_of("zero_grad"))
+leave()
 """
 
 
-def test_ranks_of_other_versions_all_stop(tmp_path: Path) -> None:
-    for status, output in launch(tmp_path, PRELUDE + OTHER_VERSION):
-        assert status != 0 and "ConfigError" in output
-        assert '"0.2.0" on ranks [0]; "0.0.9" on ranks [1]' in output
+def test_the_line_comes_last_and_from_rank_0(tmp_path: Path) -> None:
+    first, second = succeed(tmp_path, STARTS.replace("SECTION", repr(SECTION)))
+    lines = [line for line in first.splitlines() if line.startswith("[ds_zipccl")]
+    assert " on, codes cpu tensors over gloo; " in lines[0]
+    assert lines[1] == "[ds_zipccl] LOSSY by config: tp int bits 6 group 128 forward only; all other roles bit-exact"
+    assert "LOSSY" not in second and "CODECS int bits 6 group 128 None None" in first and "CODECS int" in second
 
 
-DIFFERENT = {
-    "values": ('{"enabled": true, "block": 512}', '{"enabled": true, "block": 256, "oops": 1}'),
-    "one has none": ('{"enabled": true}', ""),
-}
-NAMED = {
-    "values": ["block: 512 on ranks [0]; 256 on ranks [1]", "oops: not set on ranks [0]; 1 on ranks [1]"],
-    "one has none": ["no section at all: ranks [1]"],
-}
+@pytest.mark.full(reason="the sections are tested without ranks in the short tier")
+def test_the_switch_of_the_environment_is_never_lossy(tmp_path: Path) -> None:
+    """DS_ZIPCCL=1 precedes the section of the config, and allows nothing."""
+    for text in succeed(tmp_path, STARTS.replace("SECTION", repr(SECTION)), DS_ZIPCCL="1"):
+        assert "LOSSY" not in text
+        assert "CODECS None None None" in text
 
 
-@pytest.mark.parametrize("case", DIFFERENT)
-def test_ranks_that_differ_all_stop(tmp_path: Path, case: str) -> None:
-    program = f"""
-sections = {DIFFERENT[case]!r}
-engine(json.loads(sections[rank]) if sections[rank] else None)
+TRAINS = """
+from ds_zipccl.telemetry import counters
+section = {**json.load(open(EXAMPLE))["zipccl"], "mode": "always", "log_interval": 2}
+e = engine({**section, "step_log": STEPS}, 1, csv_monitor={"enabled": True, "output_path": FOLDER, "job_name": "run"})
+for _ in range(20):
+    e.backward(e(torch.randn(1, 256).bfloat16()).float().mean())
+    e.step()
+print("LOSSY ROWS", json.dumps(counters.lossy()))
+leave()
 """
-    for status, output in launch(tmp_path, PRELUDE + program):
-        assert status != 0 and "ConfigError" in output
-        for words in NAMED[case]:
-            assert words in output
 
 
-def test_second_engine_must_agree(tmp_path: Path) -> None:
+@pytest.mark.full(reason="the parts have tests of their own in the short tier")
+def test_a_hybrid_policy_trains_and_tells_its_error(tmp_path: Path) -> None:
+    """The example of MZHybrid: the line at the start, the table, the step log and the monitor of a job with ZeRO-1."""
+    values = {"EXAMPLE": ROOT / "examples" / "ds_config_mzhybrid.json", "STEPS": tmp_path / "steps", "FOLDER": tmp_path}
+    program = TRAINS
+    for name, value in values.items():
+        program = program.replace(name, repr(str(value)))
+    first, second = succeed(tmp_path, program)
+    assert "LOSSY by config: zero_grad round mantissa 2; dp round mantissa 2; all other roles bit-exact\n" in first
+    for text in (first, second):
+        (row,) = json.loads(text.split("LOSSY ROWS ")[1].splitlines()[0])
+        assert (row["role"], row["op"], row["codec"]) == ("zero_grad", "reduce_to_owners", "round mantissa 2")
+        assert row["frames"] >= 20 and 0.02 < row["error"] < 0.08 and row["ratio"] > 2
+    assert "zero_grad reduce_to_owners: round mantissa 2, relative L2 error 0.0" in first
+    steps = [json.loads(line)["roles"] for line in (tmp_path / "steps").read_text().splitlines()]
+    errors = [roles["zero_grad"]["error"] for roles in steps if "error" in roles["zero_grad"]]
+    assert errors and all(0.02 < error < 0.08 for error in errors)
+    assert not any("error" in roles.get("zero_param", {}) for roles in steps)
+    assert (tmp_path / "run" / "Train_zipccl_zero_grad_error.csv").exists()
+
+
+# ---- sections that are refused, imports
+
+#: Sections of the two ranks -> parts of the error that each of them raises.
+REFUSED: dict[str, tuple[Any, Any, list[str]]] = {
+    "keys": (*[{"enabled": True, "min_byte": 1, "reduction": "sum"}] * 2,
+             ['did you mean "min_bytes"?', '"auto" | "match" | "fp32" | "plain", got "sum"']),
+    "no object": (True, True, ['"zipccl" must be an object such as {"enabled": true}, got True']),
+    "values": ({"enabled": True, "block": 512}, {"enabled": True, "block": 256, "oops": 1},
+               ["block: 512 on ranks [0]; 256 on ranks [1]", "oops: not set on ranks [0]; 1 on ranks [1]"]),
+    "one has none": ({"enabled": True}, None, ["no section at all: ranks [1]"]),
+    "codecs": (*({"lossy": True, "roles": {"tp": {"codec": "round", "mantissa": kept}}} for kept in (3, 4)),
+               ['roles: {"tp": {"codec": "round", "mantissa": 3}} on ranks [0]']),
+    "versions": ({"enabled": True}, {"enabled": True}, ['"0.2.0" on ranks [0]; "0.0.9" on ranks [1]']),
+}  # fmt: skip
+
+
+def test_sections_that_every_rank_refuses(tmp_path: Path) -> None:
+    """Invalid ones, and those on which ranks differ: an error on each rank, and no hang. So is a second section of a job."""
     succeed(
         tmp_path,
-        """
-section = {"enabled": True}
+        f"""
+from ds_zipccl.integration import config_agreement
+def refused(case, section, parts, **more):
+    try:
+        engine(section, **more)
+    except ValueError as error:  # ConfigError is one
+        assert all(part in str(error) for part in parts), (case, error)
+    else:
+        raise AssertionError(f"accepted: {{case}}")
+for case, (*sections, parts) in {REFUSED!r}.items():
+    version = config_agreement.__version__
+    if (case, rank) == ("versions", 1):
+        config_agreement.__version__ = "0.0.9"
+    refused(case, sections[rank], parts)
+    config_agreement.__version__ = version
+refused("misspelt", None, ['unknown key "zipcl"', 'did you mean "zipccl"?'], zipcl={{"enabled": True}})
+section = {{"enabled": True}}
 engine(section); engine(dict(section)); engine(None)
-try:
-    engine({"enabled": True, "block": 256})
-except ValueError as error:
-    assert "another engine" in str(error), error
-else:
-    raise AssertionError("a second configuration was accepted")
+refused("second", {{"enabled": True, "block": 256}}, ["another engine"])
 leave()
 """,
-        ranks=1,
     )
-
-
-def test_misspelt_section_is_not_silent(tmp_path: Path) -> None:
-    program = PRELUDE + 'engine(None, zipcl={"enabled": True})'
-    (status, output), *_ = launch(tmp_path, program, ranks=1)
-    assert status != 0 and 'unknown key "zipcl"' in output and 'did you mean "zipccl"?' in output
 
 
 IMPORT_ORDERS = {
@@ -266,6 +272,13 @@ IMPORT_ORDERS = {
     "install first": "import ds_zipccl; ds_zipccl.install(); import deepspeed",
     "engine only": "from deepspeed.runtime.engine import DeepSpeedEngine; import deepspeed",
 }
+
+
+def interpreted(program: str, *options: str) -> subprocess.CompletedProcess[str]:
+    """Run ``program`` in an interpreter of its own."""
+    env = {**os.environ, "DS_ACCELERATOR": "cpu", "DS_ZIPCCL": ""}
+    command = [sys.executable, *options, "-c", program]
+    return subprocess.run(command, env=env, capture_output=True, text=True)
 
 
 @pytest.mark.parametrize(
@@ -281,32 +294,24 @@ reduce = zero12.DeepSpeedZeroOptimizer.allreduce_and_copy_with_multiple_ranks
 for adopted in (deepspeed.comm.configure, engine.DeepSpeedEngine._take_model_step, reduce):
     assert hasattr(adopted, "ds_zipccl"), adopted
 """
-    env = {**os.environ, "DS_ACCELERATOR": "cpu"}
-    env.pop("DS_ZIPCCL", None)
-    done = subprocess.run(
-        [sys.executable, "-W", "error::RuntimeWarning", "-c", program], env=env, capture_output=True, text=True
-    )
+    done = interpreted(program, "-W", "error::RuntimeWarning")
     assert done.returncode == 0, done.stderr
 
 
 def test_a_broken_hook_never_breaks_the_import() -> None:
-    program = """
+    done = interpreted("""
 import sys
 import torch  # and our entry point
 sys.modules["ds_zipccl.integration.hooks"] = None
 import deepspeed.comm.comm as comm
 assert comm.TorchBackend.__name__ == "TorchBackend"
-"""
-    done = subprocess.run(
-        [sys.executable, "-c", program], env={**os.environ, "DS_ACCELERATOR": "cpu"}, capture_output=True, text=True
-    )
+""")
     assert done.returncode == 0 and "ds_zipccl stays off" in done.stderr, done.stderr
 
 
 def test_importing_torch_stays_light() -> None:
     """The entry point must not pull DeepSpeed or numba into every process that imports torch."""
-    program = (
-        "import sys, torch; print(json.dumps([m for m in ('deepspeed', 'numba', 'pydantic') if m in sys.modules]))"
+    done = interpreted(
+        "import sys, torch; assert not {'deepspeed', 'numba', 'pydantic'} & set(sys.modules), sys.modules"
     )
-    done = subprocess.run([sys.executable, "-c", "import json; " + program], capture_output=True, text=True, check=True)
-    assert json.loads(done.stdout) == []
+    assert done.returncode == 0, done.stderr

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import gc
-import re
-from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
+import deepspeed.comm.comm
 import pytest
 import torch
 import torch.distributed as dist
 
 from ds_zipccl import comm
 from ds_zipccl.config import ConfigError, ZipcclConfig
-from ds_zipccl.integration import job
+from ds_zipccl.integration import backend, hooks, job
 from ds_zipccl.integration.job import Job
 
 DATA = object()  # a group
@@ -31,22 +30,6 @@ def one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("DS_ZIPCCL", raising=False)
 
 
-@pytest.fixture
-def backend() -> ModuleType:
-    """The module, which imports DeepSpeed: too slow for the collection of tests."""
-    from ds_zipccl.integration import backend
-
-    return backend
-
-
-@pytest.fixture
-def hooks() -> ModuleType:
-    """The module, which imports DeepSpeed."""
-    from ds_zipccl.integration import hooks
-
-    return hooks
-
-
 # ---- sections ----------------------------------------------------------------------------------------------------------
 
 
@@ -61,9 +44,12 @@ def test_a_section_is_accepted_once(one_rank: None) -> None:
         this.accept({"enabled": True, "block": 512})
 
 
-def test_a_section_that_is_off_counts_too(one_rank: None) -> None:
+def test_a_section_that_is_off_counts_too(one_rank: None, capsys: pytest.CaptureFixture[str]) -> None:
+    """A user who forgot the key reads so; one who wrote false does not."""
+    assert Job().accept({"enabled": False}) is None and not capsys.readouterr().out
     this = Job()
     assert this.accept({"block": 256}) is None and this.section == '{"block": 256}'
+    assert '] off: "zipccl" has no key "enabled"; add "enabled": true\n' in capsys.readouterr().out
     with pytest.raises(ConfigError, match="already runs"):
         this.accept({"enabled": True})
 
@@ -144,10 +130,8 @@ class Engine:
 
 
 @pytest.fixture
-def this(backend: ModuleType, hooks: ModuleType, monkeypatch: pytest.MonkeyPatch) -> Job:
+def this(monkeypatch: pytest.MonkeyPatch) -> Job:
     """The job of DeepSpeed's backend."""
-    import deepspeed.comm.comm
-
     built = backend.ZipcclBackend.__new__(backend.ZipcclBackend)
     built.job = Job()
     monkeypatch.setattr(deepspeed.comm.comm, "cdb", built)
@@ -155,9 +139,11 @@ def this(backend: ModuleType, hooks: ModuleType, monkeypatch: pytest.MonkeyPatch
     return built.job
 
 
-def test_steps_are_seen_logged_and_shown(this: Job, hooks: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_steps_are_seen_logged_and_shown(this: Job, monkeypatch: pytest.MonkeyPatch) -> None:
     shown: list[str] = []
+    chosen: list[tuple[Any, int]] = []
     monkeypatch.setattr(hooks.table, "show", shown.append)
+    monkeypatch.setattr(hooks.choice, "end_step", lambda engine: chosen.append((engine, engine.global_steps)))
     engine, lines = Engine(this, 2), []
     assert hooks._take_step(Engine.step, engine) == "result" and engine.seen == [0, 0], "coding is off"
     this.config = ZipcclConfig(enabled=True, log_interval=2)
@@ -167,17 +153,16 @@ def test_steps_are_seen_logged_and_shown(this: Job, hooks: ModuleType, monkeypat
     assert engine.seen == [0, 0, 2, 2, 2] and this.stepping == 0
     assert lines == [(step, [0.5]) for step in (2, 3, 4)]
     assert shown == ["after 2 steps", "after 4 steps"] and len(engine.events) == 2
+    assert chosen == [(engine, step) for step in (2, 3, 4)], "after the optimizer step, whose gathers are part of it"
 
 
-def test_another_backend_has_no_job(hooks: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    import deepspeed.comm.comm
-
+def test_another_backend_has_no_job(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(deepspeed.comm.comm, "cdb", object())
     engine = Engine(Job(), 2)
     assert hooks._job() is None and hooks._take_step(Engine.step, engine) == "result" and engine.seen == [0, 0]
 
 
-def test_every_backend_has_a_job_of_its_own(backend: ModuleType) -> None:
+def test_every_backend_has_a_job_of_its_own() -> None:
     plain = backend.TorchBackend.__new__(backend.TorchBackend)
     backend.ZipcclBackend.adopt(plain)
     another = backend.TorchBackend.__new__(backend.TorchBackend)
@@ -188,7 +173,7 @@ def test_every_backend_has_a_job_of_its_own(backend: ModuleType) -> None:
 # ---- calls -------------------------------------------------------------------------------------------------------------
 
 
-def test_only_a_step_of_zero_1_and_2_gathers_in_place(backend: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_a_step_of_zero_1_and_2_gathers_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
     """Outside of steps, as when a checkpoint is saved, and in those of ZeRO-3 only what was asked for is known."""
     given: list[tuple[Any, Any]] = []
     monkeypatch.setattr(backend.gathers, "take_parameters", lambda *call: given.append(call) or ["weight"])
@@ -216,7 +201,7 @@ SUMS: dict[str, tuple[tuple[str, str, set[int], int, Any], Any, bool]] = {
 
 
 @pytest.mark.parametrize("case", SUMS)
-def test_sums_that_go_to_all_ranks_are_counted(backend: ModuleType, monkeypatch: pytest.MonkeyPatch, case: str) -> None:
+def test_sums_that_go_to_all_ranks_are_counted(monkeypatch: pytest.MonkeyPatch, case: str) -> None:
     (owner_only, role, stages, numel, known), taken, told = SUMS[case]
     counted: list[Any] = []
     monkeypatch.setattr(backend.buckets, "take_owners", lambda tensor, op, group, async_op: known)
@@ -226,16 +211,3 @@ def test_sums_that_go_to_all_ranks_are_counted(backend: ModuleType, monkeypatch:
     args = torch.empty(numel), dist.ReduceOp.SUM, DATA, False
     assert backend.slice_owners(asked, *args, role=role) is taken
     assert counted == ([("zero_grad", "all_reduce", UNKNOWN[1])] if told else [])
-
-
-# ---- the house ---------------------------------------------------------------------------------------------------------
-
-
-def test_imports_of_this_folder_are_a_straight_line() -> None:
-    """autoload, hooks, backend, job: none names a module before it, not even in a function."""
-    line = ["autoload", "hooks", "backend", "job"]
-    for index, name in enumerate(line):
-        source = Path(job.__file__).with_name(f"{name}.py").read_text()
-        for earlier in line[:index]:
-            assert not re.search(rf"import [\w, ]*\b{earlier}\b|integration\.{earlier}\b", source), (name, earlier)
-        assert index == len(line) - 1 or line[index + 1] in source
