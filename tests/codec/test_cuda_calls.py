@@ -7,10 +7,9 @@ from __future__ import annotations
 
 import struct
 
-import corpus
 import pytest
 import torch
-from cuda_frames import GUARD, Kernel, bits, changed, frame_of, pad, slot, slot_bytes, words
+from cuda_frames import GUARD, Kernel, bits, changed, frame_of, slot, slot_bytes, words
 
 from ds_zipccl import codecs
 from ds_zipccl.frame import FrameError, FrameErrorCode, parse
@@ -26,7 +25,6 @@ from ds_zipccl.kernels.cuda.backend import (
 )
 
 BLOCK = 128
-SUMMED = [kind.dtype for kind in corpus.SUMMED.values()]
 
 
 class Gather:
@@ -190,34 +188,6 @@ def test_the_number_of_a_refused_frame_counts_over_launches(kernel: Kernel) -> N
 
 
 # --------------------------------------------------------------------------------------- differences, sizes and hashes
-
-
-@pytest.mark.parametrize("dtype", SUMMED, ids=corpus.SUMMED)
-def test_differences_in_slots(kernel: Kernel, dtype: torch.dtype) -> None:
-    """As on the CPU, with overflows counted; decoded to other memory and in place of the bases; more than a launch takes."""
-    route, device = kernel
-    numels = [0, 1, 3000, *range(100, 150)]
-    segments = [words(dtype, numel, numel) for numel in numels]
-    bases = [changed(segment) for segment in segments]
-    slots = [slot(pad(codecs.compress_bound(numel, dtype, "delta", block=BLOCK)), device) for numel in numels]
-    overflows = torch.zeros(1, dtype=torch.int32, device=device)
-    there = [base.to(device, copy=True) for base in bases]
-    route.encode_delta_frames([one.to(device) for one in segments], there, BLOCK, [at for at, _ in slots], overflows)
-    for segment, base, (at, memory) in zip(segments, bases, slots, strict=True):
-        wanted = frame_of(segment, "delta", BLOCK, base)
-        assert torch.equal(at[: wanted.numel()].cpu(), wanted)
-        assert (memory[:32] == GUARD).all()
-        assert (memory[32 + at.numel() :] == GUARD).all()
-    assert overflows.item() == 0
-    outs, status = [torch.empty_like(base) for base in there], new_status(device)
-    route.decode_delta_frames([at for at, _ in slots], there, BLOCK, outs, status)
-    route.decode_delta_frames([at for at, _ in slots], there, BLOCK, there, status)
-    raise_failure(status)
-    for segment, out, place in zip(segments, outs, there, strict=True):
-        assert torch.equal(bits(out), bits(segment))
-        assert torch.equal(bits(place), bits(segment))
-    route.encode_delta_frames([segments[2].to(device)], [bases[2].to(device)], BLOCK, [slots[2][0][:64]], overflows)
-    assert overflows.item() == 1
 
 
 @pytest.mark.parametrize("code", ["cascade", "wide", "raw", "delta"])

@@ -8,11 +8,12 @@ import timeit
 from typing import Any
 
 import torch
-from cuda_frames import CPU, NoLauncher, words
+from cuda_frames import CPU, NoLauncher
+from test_cuda_arguments import CALLS, good
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ds_zipccl.kernels.cuda import backend, jobs, launches
-from ds_zipccl.kernels.cuda.backend import CudaBackend, GatherTable, Own, Parameter, frame_bytes, new_status
+from ds_zipccl.kernels.cuda.backend import CudaBackend, GatherTable, Parameter, frame_bytes, new_status
 
 
 class HostWords(TorchDispatchMode):
@@ -28,33 +29,16 @@ class HostWords(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def every_call(route: CudaBackend) -> None:
-    """All calls that must not wait."""
-    segments, base = [words(torch.bfloat16, 3000)], [words(torch.bfloat16, 3000, 1)]
-    slots = [torch.zeros(8192, dtype=torch.uint8)]
-    status, count = new_status(CPU), torch.zeros(1, dtype=torch.int32)
-    table = GatherTable([Parameter(3000, 8192)], torch.bfloat16, 1024, 2)
-    staging, out = torch.zeros(2 * 8192, dtype=torch.uint8), torch.zeros(6000, dtype=torch.bfloat16)
-    route.encode_frames(segments, "cascade", 1024, slots, count)
-    route.decode_frames(slots, 1024, segments, status)
-    route.encode_delta_frames(segments, base, 1024, slots, count)
-    route.decode_delta_frames(slots, base, 1024, segments, status)
-    route.encode_gather(segments, "cascade", table, staging[:8192], count)
-    route.encode_gather(segments, "delta", table, staging[8192:], count, base)
-    route.decode_gather(staging, table, [out], 0, status)
-    route.decode_gather(staging, table, out, 0, status, out)
-    route.decode_sum_frames(slots, 1024, torch.bfloat16, segments[0], status, Own(base[0], 0))
-    route.decode_sum_frames(staging.view(2, 8192), 1024, torch.bfloat16, segments[0], status)
-    route.frame_sizes(segments, "wide", 1024, headers := torch.zeros(32, dtype=torch.uint8))
-    frame_bytes(headers.view(1, 32)).max()
-    route.hash_regions(segments, torch.zeros(2, dtype=torch.int64))
-
-
 def test_no_call_brings_a_word_to_the_host() -> None:
     launcher = NoLauncher()
+    route, given = CudaBackend(launcher, "cpu"), good()
     with HostWords() as seen:
-        every_call(CudaBackend(launcher, "cpu"))
-    assert len(launcher.names) == 12
+        for call in CALLS.values():
+            call(route, given)
+        route.encode_gather(given["words"], "delta", given["table"], given["part"], given["overflows"], given["base"])
+        route.decode_gather(given["staging"], given["table"], given["outs"][0], 0, given["status"], given["outs"][0])
+        frame_bytes(given["headers"].view(1, 32)).max()
+    assert len(launcher.names) == len(CALLS) + 2
     assert seen.found == []
     with HostWords() as seen:
         assert bool(torch.ones(1)) and int(torch.ones(1)) == 1

@@ -7,13 +7,27 @@ from __future__ import annotations
 
 import random
 import struct
+from collections.abc import Sequence
 from itertools import pairwise
 
 import emulation
 import pytest
 import tiers
 import torch
-from cuda_frames import CPU, GUARD, Kernel, bits, frame_of, pad, slot
+from cuda_frames import (
+    CPU,
+    GUARD,
+    Kernel,
+    assert_guarded,
+    at_offset,
+    bits,
+    changed,
+    frame_of,
+    offsets,
+    pad,
+    slot,
+    words,
+)
 
 from ds_zipccl import codecs
 from ds_zipccl.frame import FrameError, FrameErrorCode
@@ -66,7 +80,11 @@ def forms(frame: torch.Tensor, words: int, block: int = BLOCK) -> list[str]:
 
 
 def coded(
-    route: CudaBackend, device: torch.device, tensors: list[torch.Tensor], bases: list[torch.Tensor], block: int = BLOCK
+    route: CudaBackend,
+    device: torch.device,
+    tensors: Sequence[torch.Tensor],
+    bases: Sequence[torch.Tensor],
+    block: int = BLOCK,
 ) -> list[torch.Tensor]:
     """Their frames, after proof that they are those of the CPU, and that they give the tensors apart from the bases and in place."""
     wanted = [frame_of(tensor, "delta", block, base) for tensor, base in zip(tensors, bases, strict=True)]
@@ -109,6 +127,17 @@ def test_forms_of_chunks(kernel: Kernel, name: str) -> None:
     assert seen == {"SAME", "LIST", "TABLE"}
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_more_differences_than_a_launch_takes(kernel: Kernel, dtype: torch.dtype) -> None:
+    """Some of them empty; and one that does not fit is counted."""
+    route, device = kernel
+    tensors = [words(dtype, numel, numel) for numel in (0, 1, 3000, *range(100, 150))]
+    coded(route, device, tensors, [changed(tensor) for tensor in tensors])
+    overflows, (at, _) = torch.zeros(1, dtype=torch.int32, device=device), slot(64, device)
+    route.encode_delta_frames([tensors[2].to(device)], [changed(tensors[2]).to(device)], BLOCK, [at], overflows)
+    assert overflows.item() == 1
+
+
 @pytest.mark.parametrize("block", [256, pytest.param(1024, marks=pytest.mark.full(reason="chunks of 16384 words"))])
 def test_larger_blocks(kernel: Kernel, block: int) -> None:
     route, device = kernel
@@ -130,25 +159,24 @@ def test_a_list_of_as_many_bytes_as_a_table(kernel: Kernel) -> None:
     assert [forms(frames[0], 32), forms(frames[1], CHUNK)] == [["LIST"], ["TABLE"]]
 
 
-def test_words_and_bases_at_any_address(kernel: Kernel) -> None:
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.uint8], ids=str)
+def test_words_and_bases_at_any_address(kernel: Kernel, dtype: torch.dtype) -> None:
     route, device = kernel
-    for dtype in (torch.bfloat16, torch.float32, torch.uint8):
-        for share in (0, 0.02):
-            tensor, base = pair(dtype, CHUNK + 301, share, 7, 5)
-            wanted = frame_of(tensor, "delta", BLOCK, base)
-            for offset in (1, 3, 16 // dtype.itemsize - 1):
-                memories = [torch.zeros(tensor.numel() + 32, dtype=dtype, device=device) for _ in range(3)]
-                words, last, out = (memory[offset + i :][: tensor.numel()] for i, memory in enumerate(memories))
-                words.copy_(tensor)
-                last.copy_(base)
-                at, _ = slot(wanted.numel(), device)
-                route.encode_delta_frames([words], [last], BLOCK, [at])
-                assert torch.equal(at.cpu(), wanted)
-                route.decode_delta_frames([at], [last], BLOCK, [out], status := new_status(device))
-                raise_failure(status)
-                assert torch.equal(bits(out), bits(tensor))
-                assert not memories[2][: offset + 2].any()
-                assert not memories[2][offset + 2 + tensor.numel() :].any()
+    places = offsets(dtype)
+    for share in (0, 0.02, 0.5):
+        tensor, base = pair(dtype, CHUNK + 301, share, 7, 5)
+        wanted = frame_of(tensor, "delta", BLOCK, base)
+        for place in places:
+            words, _ = at_offset(tensor, place, device, 17 * place & 255)
+            last, _ = at_offset(base, (place * 3 + 1) % len(places), device, 29 * place & 255)
+            out, memory = at_offset(torch.zeros_like(tensor), (place + 2) % len(places), device, GUARD)
+            at, _ = slot(wanted.numel(), device)
+            route.encode_delta_frames([words], [last], BLOCK, [at])
+            assert torch.equal(at.cpu(), wanted), (share, place)
+            route.decode_delta_frames([at], [last], BLOCK, [out], status := new_status(device))
+            raise_failure(status)
+            assert torch.equal(bits(out), bits(tensor)), (share, place)
+            assert_guarded(memory, out)
 
 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.int64, torch.float8_e5m2, torch.bfloat16])
@@ -297,29 +325,19 @@ def test_damaged_lists(kernel: Kernel) -> None:
 # ------------------------------------------------------------------------------------- orders of threads, emulated only
 
 
-def trial(seed: int, launcher: emulation.EmulatedLauncher) -> None:
-    """Frames with every form, with threads in the order of ``seed`` and little room; whole chunks and parts."""
-    launcher.seed(seed)
-    launcher.residents(1 + seed % 3)
-    cases = [pair(torch.bfloat16, 2 * CHUNK + 77, share, reach, seed) for share, reach in CHANGES[1:6]]
-    mixed, base = pair(torch.bfloat16, 4 * CHUNK, 0.03, 9, seed)
-    mixed[:CHUNK] = base[:CHUNK]
-    mixed[2 * CHUNK : 3 * CHUNK] = base[2 * CHUNK : 3 * CHUNK] * 1.02
-    cases.append((mixed, base))
-    for multiprocessors in (1, 8):
-        coded(CudaBackend(launcher, "cpu", multiprocessors), CPU, [one for one, _ in cases], [one for _, one in cases])
-    forms_seen = forms(frame_of(mixed, "delta", BLOCK, base), mixed.numel())
-    assert forms_seen == ["SAME", "LIST", "TABLE", "LIST"]
-
-
 @pytest.mark.parametrize(
     "seeds", [range(2), pytest.param(range(2, 12), marks=pytest.mark.full(reason="slow emulation"))], ids=str
 )
-def test_any_order_of_threads(seeds: range) -> None:
-    launcher = emulation.launcher()
-    try:
-        for seed in seeds:
-            trial(seed, launcher)
-    finally:
-        launcher.seed(0)
-        launcher.residents(3)
+def test_any_order_of_threads(seeds: range, ordered: emulation.EmulatedLauncher) -> None:
+    """Frames with every form, with little room; whole chunks and parts."""
+    for seed in seeds:
+        ordered.seed(seed)
+        ordered.residents(1 + seed % 3)
+        cases = [pair(torch.bfloat16, 2 * CHUNK + 77, share, reach, seed) for share, reach in CHANGES[1:6]]
+        mixed, base = pair(torch.bfloat16, 4 * CHUNK, 0.03, 9, seed)
+        mixed[:CHUNK] = base[:CHUNK]
+        mixed[2 * CHUNK : 3 * CHUNK] = base[2 * CHUNK : 3 * CHUNK] * 1.02
+        tensors, bases = zip(*cases, (mixed, base), strict=True)
+        for multiprocessors in (1, 8):
+            *_, last = coded(CudaBackend(ordered, "cpu", multiprocessors), CPU, tensors, bases)
+        assert forms(last, mixed.numel()) == ["SAME", "LIST", "TABLE", "LIST"]

@@ -9,7 +9,7 @@ import emulation
 import pytest
 import tiers
 import torch
-from cuda_frames import GUARD, Kernel, bits, slot, words
+from cuda_frames import CPU, GUARD, Kernel, bits, slot, words
 
 from ds_zipccl import kernels
 from ds_zipccl.kernels.cuda import backend
@@ -87,17 +87,16 @@ def test_equal_samples_and_other_words(kernel: Kernel, row_bytes: int) -> None:
         assert found(kernel, rows.to(kernel[1]), row_bytes, cuts, slots=128) == (wanted, 32)
 
 
-def test_no_order_of_emulated_threads_counts() -> None:
+def test_no_order_of_emulated_threads_counts(ordered: emulation.EmulatedLauncher) -> None:
     """Seeds decide which warp comes first to a slot; little room lets blocks start one after the other, in any order."""
-    launcher = emulation.launcher()
-    route = CudaBackend(launcher, "cpu")
+    kernel = CudaBackend(ordered, "cpu"), CPU
     rows = torch.cat([some_rows(100, 64, 3), some_rows(1, 64, 4).repeat(40, 1)]).view(-1)
     same = alike(20, 512).view(-1)
     for seed in range(6):
-        launcher.seed(seed)
-        launcher.residents(1 + seed % 3)
-        assert found((route, torch.device("cpu")), rows, 64, [])[0] == first_of_equals(rows, 64), seed
-        assert found((route, torch.device("cpu")), same, 512, [])[0] == first_of_equals(same, 512), seed
+        ordered.seed(seed)
+        ordered.residents(1 + seed % 3)
+        assert found(kernel, rows, 64, [])[0] == first_of_equals(rows, 64), seed
+        assert found(kernel, same, 512, [])[0] == first_of_equals(same, 512), seed
 
 
 @pytest.mark.parametrize("hashed", tiers.mostly_full(["sample_hash", "row_hash"], ["row_hash"], "a kernel to compile"))
@@ -110,7 +109,7 @@ def test_forced_collisions(hashed: str) -> None:
     )
     route = CudaBackend(launcher, "cpu")
     for rows, row_bytes in ((some_rows(60, 64), 64), (alike(20, 512), 512)):
-        sources, _ = found((route, torch.device("cpu")), rows.view(-1), row_bytes, [30])
+        sources, _ = found((route, CPU), rows.view(-1), row_bytes, [30])
         assert sources == first_of_equals(rows.view(-1), row_bytes)
 
 
