@@ -1,6 +1,6 @@
-"""The CUDA kernels where only they go: slots, sums, launches of many jobs, orders of threads. Emulated, and on a GPU if there is one.
+"""The CUDA kernels where only they go: slots, words at any address, launches of many jobs, orders of threads.
 
-What every route must do is in the other tests, which run these kernels like any route.
+Emulated, and on a GPU if there is one. What every route must do is in the other tests, which run these kernels like any route.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ import emulation
 import mutations
 import pytest
 import torch
-from cuda_frames import GUARD, frame_of, slot, words
+from cuda_frames import GUARD, Kernel, assert_guarded, at_offset, bits, frame_of, offsets, slot, words
+from test_cuda_sums import assert_same_sums, in_order
 
 from ds_zipccl.codecs import compress_bound, decompress
 from ds_zipccl.frame import CodecId, FrameError, FrameErrorCode, parse
@@ -20,7 +21,7 @@ from ds_zipccl.kernels.cuda.backend import NO_FAILURE, CudaBackend, new_status, 
 
 
 @pytest.mark.parametrize("dtype", [kind.dtype for kind in corpus.FLOATS.values()], ids=corpus.FLOATS)
-def test_frames_in_slots(kernel: tuple[CudaBackend, torch.device], dtype: torch.dtype) -> None:
+def test_frames_in_slots(kernel: Kernel, dtype: torch.dtype) -> None:
     """Whole frames, header included, equal those of the CPU; more jobs than a launch takes, some of them empty."""
     route, device = kernel
     tensors = [words(dtype, numel, numel) for numel in (0, 1, 5000, 16384, 16385, *range(3, 300, 4))]
@@ -31,18 +32,18 @@ def test_frames_in_slots(kernel: tuple[CudaBackend, torch.device], dtype: torch.
     for tensor, (at, memory) in zip(tensors, slots, strict=True):
         wanted = frame_of(tensor)
         assert torch.equal(at[: wanted.numel()].cpu(), wanted)
-        assert (memory[:32] == GUARD).all() and (memory[32 + at.numel() :] == GUARD).all()
+        assert_guarded(memory, at)
     assert overflows.item() == 0
     outs = [torch.empty_like(tensor, device=device) for tensor in tensors]
     status = new_status(device)
     route.decode_frames([at for at, _ in slots], 1024, outs, status)
     raise_failure(status)
     for tensor, out in zip(tensors, outs, strict=True):
-        assert torch.equal(out.cpu().view(torch.uint8), tensor.view(torch.uint8))
+        assert torch.equal(bits(out), bits(tensor))
 
 
 @pytest.mark.parametrize("code", ["cascade", "wide"])
-def test_slots_that_are_too_small(kernel: tuple[CudaBackend, torch.device], code: str) -> None:
+def test_slots_that_are_too_small(kernel: Kernel, code: str) -> None:
     """The header shows an overflow, a counter counts it, and the kernel writes inside the slot alone, however small the slot."""
     route, device = kernel
     tensor = words(torch.bfloat16, 40_000)
@@ -52,7 +53,7 @@ def test_slots_that_are_too_small(kernel: tuple[CudaBackend, torch.device], code
     for count, capacity in enumerate(capacities, 1):
         at, memory = slot(capacity, device)
         route.encode_frames([tensor.to(device)], code, 1024, [at], overflows)
-        assert (memory[:32] == GUARD).all() and (memory[32 + capacity :] == GUARD).all(), capacity
+        assert_guarded(memory, at)
         fits = capacity >= size
         assert overflows.item() == min(count, capacities.index(size))
         out, status = torch.empty_like(tensor, device=device), new_status(device)
@@ -72,7 +73,7 @@ def test_slots_that_are_too_small(kernel: tuple[CudaBackend, torch.device], code
         route.encode_frames([tensor.to(device)], code, 1024, [memory[1:]])
 
 
-def test_short_slots_are_refused(kernel: tuple[CudaBackend, torch.device]) -> None:
+def test_short_slots_are_refused(kernel: Kernel) -> None:
     """A slot without room for a header, even one without a byte, which has no address; also where no words are wanted."""
     route, device = kernel
     at, _ = slot(64, device)
@@ -86,7 +87,7 @@ def test_short_slots_are_refused(kernel: tuple[CudaBackend, torch.device]) -> No
             assert out.isnan().all()
 
 
-def test_damaged_frames_in_slots_and_sums(kernel: tuple[CudaBackend, torch.device]) -> None:
+def test_damaged_frames_in_slots_and_sums(kernel: Kernel) -> None:
     """The kernels read the header and refuse every frame that the host's parser and decoders refuse; they write inside the output alone."""
     route, device = kernel
     rng = random.Random(5)
@@ -119,7 +120,7 @@ def test_damaged_frames_in_slots_and_sums(kernel: tuple[CudaBackend, torch.devic
             route.decode_frames([at], base.block or 1024, [out], status)
         else:
             route.decode_sum_frames([at], base.block or 1024, dtype, out, status)
-        assert (memory[:32] == GUARD).all() and (memory[32 + base.tensor.nbytes :] == GUARD).all()
+        assert_guarded(memory, out)
         refused = status.item() != NO_FAILURE and status.item() & 255
         seen.add(refused)
         in_slots = header is None or header.codec in (
@@ -131,8 +132,58 @@ def test_damaged_frames_in_slots_and_sums(kernel: tuple[CudaBackend, torch.devic
         elif numel:
             assert refused, (code, damaged.hex())
         if not refused and wanted is not None and turn % 2:
-            assert torch.equal(out.cpu().view(torch.uint8), wanted.view(torch.uint8))
+            assert torch.equal(bits(out), bits(wanted))
     assert len(seen) > 6, seen
+
+
+# ------------------------------------------------------------------------------------------------- words at any address
+
+#: Whole blocks, parts of blocks, more than a chunk, and sizes whose raw payload ends within a word of memory.
+NUMELS = (1, 3, 1023, 1024, 1027, 5 * 1024, 17 * 1024 + 517)
+
+
+def check_addresses(
+    route: CudaBackend, device: torch.device, kind: corpus.Float, numels: tuple[int, ...] = NUMELS, block: int = 1024
+) -> None:
+    """The same frames, words and sums as from aligned memory, and nothing written beside them."""
+    for numel in numels:
+        tensor = corpus.tensor(corpus.mixed(numel, kind, block, numel), kind)
+        wanted = frame_of(tensor, "cascade", block)
+        frame = wanted.to(device)
+        raw = frame_of(tensor, "raw").to(device)
+        places = offsets(kind.dtype)
+        # The bytes beside the words differ from place to place; the frames must not.
+        segments = [at_offset(tensor, place, device, 17 * place & 255)[0] for place in places]
+        slots = [
+            torch.empty(compress_bound(numel, kind.dtype, block=block), dtype=torch.uint8, device=device)
+            for _ in places
+        ]
+        route.encode_frames(segments, "cascade", block, slots)
+        for place, at in zip(places, slots, strict=True):
+            assert torch.equal(at[: wanted.numel()].cpu(), wanted), (numel, place)
+        for what in (frame, raw):
+            outs = [at_offset(torch.zeros_like(tensor), place, device, GUARD) for place in places]
+            route.decode_frames([what] * len(places), block, [out for out, _ in outs], status := new_status(device))
+            raise_failure(status)
+            for place, (out, memory) in zip(places, outs, strict=True):
+                assert torch.equal(bits(out), bits(tensor)), (numel, place)
+                assert_guarded(memory, out)
+        for sums_dtype in {kind.dtype, torch.float32} if kind.dtype.itemsize > 1 else ():
+            for place in offsets(sums_dtype):
+                sums, memory = at_offset(torch.zeros(numel, dtype=sums_dtype), place, device, GUARD)
+                route.decode_sum_frames([frame, raw], block, kind.dtype, sums, status := new_status(device))
+                raise_failure(status)
+                assert_same_sums(sums, in_order([tensor, tensor], sums_dtype))
+                assert_guarded(memory, sums)
+
+
+@pytest.mark.parametrize("kind", corpus.FLOATS.values(), ids=corpus.FLOATS)
+def test_words_at_any_address(kernel: Kernel, kind: corpus.Float) -> None:
+    check_addresses(*kernel, kind)
+
+
+def test_small_blocks_at_any_address(kernel: Kernel) -> None:
+    check_addresses(*kernel, corpus.BF16, (700, 2048 + 129), 128)
 
 
 # ------------------------------------------------------------------------------------- orders of threads, emulated only
@@ -152,7 +203,7 @@ def _round_trips(route: CudaBackend) -> None:
         back, status = torch.empty_like(words_), new_status(words_.device)
         route.decode_frames([wanted], block, [back], status)
         raise_failure(status)
-        assert torch.equal(back.view(torch.uint8), words_.view(torch.uint8))
+        assert torch.equal(bits(back), bits(words_))
         sums = torch.empty_like(words_)
         route.decode_sum_frames([wanted, wanted], block, torch.bfloat16, sums, status)
         raise_failure(status)

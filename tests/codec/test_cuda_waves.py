@@ -8,7 +8,7 @@ import re
 import emulation
 import pytest
 import torch
-from cuda_frames import GUARD, frame_of, slot, words
+from cuda_frames import GUARD, assert_guarded, frame_of, slot, words
 
 from ds_zipccl.codecs import compress, compress_bound
 from ds_zipccl.frame import FrameError, FrameErrorCode
@@ -95,7 +95,7 @@ def trial(seed: int, launcher: emulation.EmulatedLauncher, dtype: torch.dtype) -
         for tensor, (at, memory) in zip(tensors, slots, strict=True):
             wanted = frame_of(tensor, "cascade", 128)
             assert torch.equal(at[: wanted.numel()], wanted)
-            assert (memory[:32] == GUARD).all() and (memory[32 + at.numel() :] == GUARD).all()
+            assert_guarded(memory, at)
         assert overflows.item() == 0
         frames = [at for at, _ in slots]
         frames[2] = compress(tensors[2], "raw", shaped=False, checksum=False)

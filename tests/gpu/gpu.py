@@ -45,7 +45,6 @@ CUDA_TESTS = (
     "codec/test_cuda_kernels.py",
     "codec/test_cuda_calls.py",
     "codec/test_cuda_sums.py",
-    "codec/test_cuda_misaligned.py",
     "codec/test_cuda_lists.py",
     "codec/test_cuda_rows.py",
     "codec/test_cuda_lossy.py",

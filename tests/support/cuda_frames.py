@@ -49,7 +49,10 @@ def slot_bytes(numel: int, dtype: torch.dtype, block: int = 128) -> int:
 
 
 def changed(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor with some words changed a little."""
+    """The tensor with some words changed a little, or some bytes of a dtype that is no float of 16 or 32 bits."""
+    if tensor.dtype not in codecs.SUMMED_DTYPES:
+        moved = bits(tensor) + (words(torch.float32, tensor.nbytes, 7) > 1.5).byte()
+        return moved.view(tensor.dtype)
     moved = (tensor.float() * 1.01).to(tensor.dtype)
     return torch.where(words(torch.float32, tensor.numel(), 7) > 1, moved, tensor)
 
