@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import emulation
 import pytest
 import torch
 import variants
@@ -28,3 +29,12 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[backend.Launch]]:
     seen: list[backend.Launch] = []
     monkeypatch.setattr(cuda_launches, "observer", seen.append)
     yield seen
+
+
+@pytest.fixture
+def ordered() -> Iterator[emulation.EmulatedLauncher]:
+    """The emulation, in which a test sets the order of threads."""
+    launcher = emulation.launcher()
+    yield launcher
+    launcher.seed(0)
+    launcher.residents(3)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import struct
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,7 +10,6 @@ import arm
 import corpus
 import pytest
 import test_golden
-import test_golden_rows_and_lossy
 import torch
 import variants
 
@@ -21,7 +19,7 @@ from ds_zipccl.lossy import Round
 
 pytestmark = pytest.mark.full(reason="compiles the codec for another CPU, and emulates it")
 
-MUTATIONS = 5_000
+MUTATIONS = 2_500
 #: Numbers of codes in the file of cases (tests/fuzz/cases.h).
 WIDE, DELTA, ROUNDED = 1, 2, 3
 
@@ -33,30 +31,22 @@ def program() -> Path:
     return arm.fuzzer().path()
 
 
-def _bytes(tensor: torch.Tensor) -> bytes:
-    return tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
-
-
 def _case(name: str, words: torch.Tensor, base: torch.Tensor | None, kept: int, wanted: torch.Tensor) -> bytes | None:
     """A golden frame as a case of the file; None where the frame has no payload of blocks."""
-    frame = (test_golden.FOLDER / f"{name}.bin").read_bytes()
-    header = framing.parse(torch.frombuffer(bytearray(frame), dtype=torch.uint8))
-    if header.codec is framing.CodecId.RAW:
+    frame = torch.frombuffer(bytearray((test_golden.FOLDER / f"{name}.bin").read_bytes()), dtype=torch.uint8)
+    if framing.parse(frame).codec is framing.CodecId.RAW:
         return None
     if words.dtype not in codecs.CODED_DTYPES:  # their bytes
         words, wanted = words.view(-1).view(torch.uint8), wanted.view(-1).view(torch.uint8)
     code = ROUNDED if kept else DELTA if base is not None else WIDE if "_wide_" in name else 0
-    payload = frame[header.payload_at :]
-    numbers = framing.DTYPE_IDS[words.dtype], header.block, words.numel(), code, kept, base is not None, len(payload)
-    content = _bytes(words), _bytes(base) if base is not None else b"", payload, _bytes(wanted)
-    return struct.pack("<7Q", *numbers) + b"".join(content)
+    return arm.case(words, base, frame, code, kept, wanted)
 
 
 def _golden() -> Iterator[bytes | None]:
-    for name, (tensor, arguments) in test_golden.CASES.items():
+    for name, (tensor, arguments) in test_golden.TENSORS.items():
         yield _case(name, tensor, arguments.get("base"), 0, tensor)
-    for name, (_, _, _, kept, _) in test_golden_rows_and_lossy.ROUNDED.items():
-        words = test_golden_rows_and_lossy.rounded_words(name)
+    for name, (_, _, _, kept, _) in test_golden.ROUNDED.items():
+        words = test_golden.rounded_words(name)
         yield _case(name, words, None, kept, codecs.project(words, Round(kept)))
 
 

@@ -7,10 +7,9 @@ from __future__ import annotations
 
 import struct
 
-import corpus
 import pytest
 import torch
-from cuda_frames import GUARD, Kernel, bits, changed, frame_of, pad, slot, slot_bytes, words
+from cuda_frames import GUARD, Kernel, assert_guarded, bits, changed, frame_of, pad, slot, slot_bytes, words
 
 from ds_zipccl import codecs
 from ds_zipccl.frame import FrameError, FrameErrorCode, parse
@@ -26,7 +25,6 @@ from ds_zipccl.kernels.cuda.backend import (
 )
 
 BLOCK = 128
-SUMMED = [kind.dtype for kind in corpus.SUMMED.values()]
 
 
 class Gather:
@@ -117,17 +115,24 @@ def test_one_output_for_all_parameters(kernel: Kernel, launches: list[backend.La
     assert torch.equal(bits(out), bits(torch.cat([shard for shards in gather.shards for shard in shards])))
 
 
-def test_a_gather_of_differences_in_place(kernel: Kernel) -> None:
-    parameters = [Parameter(numel, slot_bytes(numel, torch.bfloat16)) for numel in (3000, 129)]
-    gather = Gather(kernel, torch.bfloat16, parameters, ranks=3, bases=True)
-    outs = [torch.cat([gather.bases[rank][number] for rank in range(3)]).to(gather.device) for number in range(2)]
-    wanted = frame_of(gather.shards[1][0], "delta", BLOCK, gather.bases[1][0])
-    assert torch.equal(gather.slot(1, 0)[: wanted.numel()].cpu(), wanted)
-    gather.route.decode_gather(gather.staging, gather.table, outs, 0, status := new_status(gather.device), bases=outs)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int8, torch.int64, torch.float8_e5m2], ids=str)
+def test_a_gather_of_differences_in_place(kernel: Kernel, dtype: torch.dtype) -> None:
+    """Some shards as raw frames, into one output in place of the bases; sizes and strides are elements."""
+    numels = (3000, 33, 129)
+    room = [pad(codecs.compress_bound(numel, dtype, "delta", block=BLOCK)) for numel in numels]
+    parameters = [
+        Parameter(numel, size, stride=sum(numels), start=sum(numels[:i]), raw=i == 1)
+        for i, (numel, size) in enumerate(zip(numels, room, strict=True))
+    ]
+    gather = Gather(kernel, dtype, parameters, ranks=3, bases=True)
+    for number, code in enumerate(("delta", "raw", "delta")):
+        wanted = frame_of(gather.shards[1][number], code, BLOCK, None if code == "raw" else gather.bases[1][number])
+        assert torch.equal(gather.slot(1, number)[: wanted.numel()].cpu(), wanted), number
+    out = torch.cat([base for bases in gather.bases for base in bases]).to(gather.device)
+    gather.route.decode_gather(gather.staging, gather.table, out, 1, status := new_status(gather.device), bases=out)
     raise_failure(status)
-    for number, out in enumerate(outs):
-        shards = [gather.bases[0][number], gather.shards[1][number], gather.shards[2][number]]
-        assert torch.equal(bits(out), bits(torch.cat(shards)))
+    rows = [gather.shards[0], gather.bases[1], gather.shards[2]]
+    assert torch.equal(bits(out), bits(torch.cat([one for row in rows for one in row])))
 
 
 def test_a_refused_frame_of_a_gather(kernel: Kernel) -> None:
@@ -192,34 +197,6 @@ def test_the_number_of_a_refused_frame_counts_over_launches(kernel: Kernel) -> N
 # --------------------------------------------------------------------------------------- differences, sizes and hashes
 
 
-@pytest.mark.parametrize("dtype", SUMMED, ids=corpus.SUMMED)
-def test_differences_in_slots(kernel: Kernel, dtype: torch.dtype) -> None:
-    """As on the CPU, with overflows counted; decoded to other memory and in place of the bases; more than a launch takes."""
-    route, device = kernel
-    numels = [0, 1, 3000, *range(100, 150)]
-    segments = [words(dtype, numel, numel) for numel in numels]
-    bases = [changed(segment) for segment in segments]
-    slots = [slot(pad(codecs.compress_bound(numel, dtype, "delta", block=BLOCK)), device) for numel in numels]
-    overflows = torch.zeros(1, dtype=torch.int32, device=device)
-    there = [base.to(device, copy=True) for base in bases]
-    route.encode_delta_frames([one.to(device) for one in segments], there, BLOCK, [at for at, _ in slots], overflows)
-    for segment, base, (at, memory) in zip(segments, bases, slots, strict=True):
-        wanted = frame_of(segment, "delta", BLOCK, base)
-        assert torch.equal(at[: wanted.numel()].cpu(), wanted)
-        assert (memory[:32] == GUARD).all()
-        assert (memory[32 + at.numel() :] == GUARD).all()
-    assert overflows.item() == 0
-    outs, status = [torch.empty_like(base) for base in there], new_status(device)
-    route.decode_delta_frames([at for at, _ in slots], there, BLOCK, outs, status)
-    route.decode_delta_frames([at for at, _ in slots], there, BLOCK, there, status)
-    raise_failure(status)
-    for segment, out, place in zip(segments, outs, there, strict=True):
-        assert torch.equal(bits(out), bits(segment))
-        assert torch.equal(bits(place), bits(segment))
-    route.encode_delta_frames([segments[2].to(device)], [bases[2].to(device)], BLOCK, [slots[2][0][:64]], overflows)
-    assert overflows.item() == 1
-
-
 @pytest.mark.parametrize("code", ["cascade", "wide", "raw", "delta"])
 def test_sizes_alone(kernel: Kernel, code: str, launches: list[backend.Launch]) -> None:
     """Headers of 32 bytes with the true sizes, the largest of them without the host, and nothing else written."""
@@ -252,8 +229,7 @@ def test_sizes_alone(kernel: Kernel, code: str, launches: list[backend.Launch]) 
                 parse(row)
         else:
             assert torch.equal(row, frame)
-    assert (memory[:32] == GUARD).all()
-    assert (memory[-32:] == GUARD).all()
+    assert_guarded(memory, headers)
     assert len(launches) == 1
 
 

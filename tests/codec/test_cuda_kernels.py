@@ -1,6 +1,6 @@
-"""The CUDA kernels where only they go: slots, sums, launches of many jobs, orders of threads. Emulated, and on a GPU if there is one.
+"""The CUDA kernels where only they go: slots, words at any address, launches of many jobs, orders of threads.
 
-What every route must do is in the other tests, which run these kernels like any route.
+Emulated, and on a GPU if there is one. What every route must do is in the other tests, which run these kernels like any route.
 """
 
 from __future__ import annotations
@@ -10,18 +10,18 @@ import random
 import corpus
 import emulation
 import mutations
-import planted
 import pytest
 import torch
-from cuda_frames import GUARD, frame_of, slot, words
+from cuda_frames import GUARD, Kernel, assert_guarded, at_offset, bits, frame_of, offsets, slot, words
+from test_cuda_sums import assert_same_sums, in_order
 
-from ds_zipccl.codecs import compress, compress_bound, decompress
+from ds_zipccl.codecs import compress_bound, decompress
 from ds_zipccl.frame import CodecId, FrameError, FrameErrorCode, parse
 from ds_zipccl.kernels.cuda.backend import NO_FAILURE, CudaBackend, new_status, raise_failure
 
 
 @pytest.mark.parametrize("dtype", [kind.dtype for kind in corpus.FLOATS.values()], ids=corpus.FLOATS)
-def test_frames_in_slots(kernel: tuple[CudaBackend, torch.device], dtype: torch.dtype) -> None:
+def test_frames_in_slots(kernel: Kernel, dtype: torch.dtype) -> None:
     """Whole frames, header included, equal those of the CPU; more jobs than a launch takes, some of them empty."""
     route, device = kernel
     tensors = [words(dtype, numel, numel) for numel in (0, 1, 5000, 16384, 16385, *range(3, 300, 4))]
@@ -32,18 +32,18 @@ def test_frames_in_slots(kernel: tuple[CudaBackend, torch.device], dtype: torch.
     for tensor, (at, memory) in zip(tensors, slots, strict=True):
         wanted = frame_of(tensor)
         assert torch.equal(at[: wanted.numel()].cpu(), wanted)
-        assert (memory[:32] == GUARD).all() and (memory[32 + at.numel() :] == GUARD).all()
+        assert_guarded(memory, at)
     assert overflows.item() == 0
     outs = [torch.empty_like(tensor, device=device) for tensor in tensors]
     status = new_status(device)
     route.decode_frames([at for at, _ in slots], 1024, outs, status)
     raise_failure(status)
     for tensor, out in zip(tensors, outs, strict=True):
-        assert torch.equal(out.cpu().view(torch.uint8), tensor.view(torch.uint8))
+        assert torch.equal(bits(out), bits(tensor))
 
 
 @pytest.mark.parametrize("code", ["cascade", "wide"])
-def test_slots_that_are_too_small(kernel: tuple[CudaBackend, torch.device], code: str) -> None:
+def test_slots_that_are_too_small(kernel: Kernel, code: str) -> None:
     """The header shows an overflow, a counter counts it, and the kernel writes inside the slot alone, however small the slot."""
     route, device = kernel
     tensor = words(torch.bfloat16, 40_000)
@@ -53,7 +53,7 @@ def test_slots_that_are_too_small(kernel: tuple[CudaBackend, torch.device], code
     for count, capacity in enumerate(capacities, 1):
         at, memory = slot(capacity, device)
         route.encode_frames([tensor.to(device)], code, 1024, [at], overflows)
-        assert (memory[:32] == GUARD).all() and (memory[32 + capacity :] == GUARD).all(), capacity
+        assert_guarded(memory, at)
         fits = capacity >= size
         assert overflows.item() == min(count, capacities.index(size))
         out, status = torch.empty_like(tensor, device=device), new_status(device)
@@ -73,34 +73,7 @@ def test_slots_that_are_too_small(kernel: tuple[CudaBackend, torch.device], code
         route.encode_frames([tensor.to(device)], code, 1024, [memory[1:]])
 
 
-@pytest.mark.parametrize("dtype", [kind.dtype for kind in corpus.SUMMED.values()], ids=corpus.SUMMED)
-@pytest.mark.parametrize("fp32_sums", [False, True], ids=["rounded", "fp32"])
-def test_sums(kernel: tuple[CudaBackend, torch.device], dtype: torch.dtype, fp32_sums: bool) -> None:
-    """fp32, in the order of the frames, rounded once; raw frames among them."""
-    route, device = kernel
-    for count, numel, block in ((1, 5000, 1024), (3, 20_000, 1024), (48, 1200, 256)):
-        tensors = [words(dtype, numel, seed) * (1 + seed) for seed in range(count)]
-        tensors[0][:7] = torch.tensor([-0.0, 0.0, float("inf"), float("-inf"), float("nan"), 1e-40, -1e-7])
-        for tensor in tensors[1:]:
-            tensor[0] = -0.0
-        frames = [frame_of(tensor, "wide" if i % 3 else "cascade", block) for i, tensor in enumerate(tensors)]
-        frames[count // 2] = compress(tensors[count // 2], "raw", shaped=False, checksum=False)
-        wanted = tensors[0].float()
-        for tensor in tensors[1:]:
-            wanted = wanted + tensor.float()
-        if not fp32_sums:
-            wanted = wanted.to(dtype)
-        sums, memory = slot(wanted.nbytes, device)
-        sums, status = sums.view(wanted.dtype), new_status(device)
-        route.decode_sum_frames([frame.to(device) for frame in frames], block, dtype, sums, status)
-        raise_failure(status)
-        bits = torch.int16 if wanted.itemsize == 2 else torch.int32
-        equal = (sums.cpu().view(bits) == wanted.view(bits)) | (sums.cpu().isnan() & wanted.isnan())
-        assert equal.all(), (count, (~equal).nonzero().flatten()[:5])
-        assert (memory[:32] == GUARD).all() and (memory[32 + wanted.nbytes :] == GUARD).all()
-
-
-def test_short_slots_are_refused(kernel: tuple[CudaBackend, torch.device]) -> None:
+def test_short_slots_are_refused(kernel: Kernel) -> None:
     """A slot without room for a header, even one without a byte, which has no address; also where no words are wanted."""
     route, device = kernel
     at, _ = slot(64, device)
@@ -114,7 +87,7 @@ def test_short_slots_are_refused(kernel: tuple[CudaBackend, torch.device]) -> No
             assert out.isnan().all()
 
 
-def test_damaged_frames_in_slots_and_sums(kernel: tuple[CudaBackend, torch.device]) -> None:
+def test_damaged_frames_in_slots_and_sums(kernel: Kernel) -> None:
     """The kernels read the header and refuse every frame that the host's parser and decoders refuse; they write inside the output alone."""
     route, device = kernel
     rng = random.Random(5)
@@ -147,7 +120,7 @@ def test_damaged_frames_in_slots_and_sums(kernel: tuple[CudaBackend, torch.devic
             route.decode_frames([at], base.block or 1024, [out], status)
         else:
             route.decode_sum_frames([at], base.block or 1024, dtype, out, status)
-        assert (memory[:32] == GUARD).all() and (memory[32 + base.tensor.nbytes :] == GUARD).all()
+        assert_guarded(memory, out)
         refused = status.item() != NO_FAILURE and status.item() & 255
         seen.add(refused)
         in_slots = header is None or header.codec in (
@@ -159,18 +132,61 @@ def test_damaged_frames_in_slots_and_sums(kernel: tuple[CudaBackend, torch.devic
         elif numel:
             assert refused, (code, damaged.hex())
         if not refused and wanted is not None and turn % 2:
-            assert torch.equal(out.cpu().view(torch.uint8), wanted.view(torch.uint8))
+            assert torch.equal(bits(out), bits(wanted))
     assert len(seen) > 6, seen
 
 
+# ------------------------------------------------------------------------------------------------- words at any address
+
+#: Whole blocks, parts of blocks, more than a chunk, and sizes whose raw payload ends within a word of memory.
+NUMELS = (1, 3, 1023, 1024, 1027, 5 * 1024, 17 * 1024 + 517)
+
+
+def check_addresses(
+    route: CudaBackend, device: torch.device, kind: corpus.Float, numels: tuple[int, ...] = NUMELS, block: int = 1024
+) -> None:
+    """The same frames, words and sums as from aligned memory, and nothing written beside them."""
+    for numel in numels:
+        tensor = corpus.tensor(corpus.mixed(numel, kind, block, numel), kind)
+        wanted = frame_of(tensor, "cascade", block)
+        frame = wanted.to(device)
+        raw = frame_of(tensor, "raw").to(device)
+        places = offsets(kind.dtype)
+        # The bytes beside the words differ from place to place; the frames must not.
+        segments = [at_offset(tensor, place, device, 17 * place & 255)[0] for place in places]
+        slots = [
+            torch.empty(compress_bound(numel, kind.dtype, block=block), dtype=torch.uint8, device=device)
+            for _ in places
+        ]
+        route.encode_frames(segments, "cascade", block, slots)
+        for place, at in zip(places, slots, strict=True):
+            assert torch.equal(at[: wanted.numel()].cpu(), wanted), (numel, place)
+        for what in (frame, raw):
+            outs = [at_offset(torch.zeros_like(tensor), place, device, GUARD) for place in places]
+            route.decode_frames([what] * len(places), block, [out for out, _ in outs], status := new_status(device))
+            raise_failure(status)
+            for place, (out, memory) in zip(places, outs, strict=True):
+                assert torch.equal(bits(out), bits(tensor)), (numel, place)
+                assert_guarded(memory, out)
+        for sums_dtype in {kind.dtype, torch.float32} if kind.dtype.itemsize > 1 else ():
+            for place in offsets(sums_dtype):
+                sums, memory = at_offset(torch.zeros(numel, dtype=sums_dtype), place, device, GUARD)
+                route.decode_sum_frames([frame, raw], block, kind.dtype, sums, status := new_status(device))
+                raise_failure(status)
+                assert_same_sums(sums, in_order([tensor, tensor], sums_dtype))
+                assert_guarded(memory, sums)
+
+
+@pytest.mark.parametrize("kind", corpus.FLOATS.values(), ids=corpus.FLOATS)
+def test_words_at_any_address(kernel: Kernel, kind: corpus.Float) -> None:
+    check_addresses(*kernel, kind)
+
+
+def test_small_blocks_at_any_address(kernel: Kernel) -> None:
+    check_addresses(*kernel, corpus.BF16, (700, 2048 + 129), 128)
+
+
 # ------------------------------------------------------------------------------------- orders of threads, emulated only
-
-
-def trial(seed: int, launcher: emulation.EmulatedLauncher) -> None:
-    """Frames of several chunks with every mode in them, and a sum, with threads in the order of ``seed``; whole chunks and parts."""
-    launcher.seed(seed)
-    for multiprocessors in (1, 8):
-        _round_trips(CudaBackend(launcher, "cpu", multiprocessors))
 
 
 def _round_trips(route: CudaBackend) -> None:
@@ -187,85 +203,16 @@ def _round_trips(route: CudaBackend) -> None:
         back, status = torch.empty_like(words_), new_status(words_.device)
         route.decode_frames([wanted], block, [back], status)
         raise_failure(status)
-        assert torch.equal(back.view(torch.uint8), words_.view(torch.uint8))
+        assert torch.equal(bits(back), bits(words_))
         sums = torch.empty_like(words_)
         route.decode_sum_frames([wanted, wanted], block, torch.bfloat16, sums, status)
         raise_failure(status)
         assert torch.equal(sums, words_ + words_)
 
 
-def test_any_order_of_threads() -> None:
-    launcher = emulation.launcher()
-    try:
-        for seed in range(12):
-            trial(seed, launcher)
-    finally:
-        launcher.seed(0)
-
-
-SYNC = "  __syncthreads();\n"
-#: What makes the kernels right whatever the order: taking it away must be noticed. (Not here: what a shuffle or ballot stands beside, as
-#: those order memory in the emulation; the kernels do not rely on it.)
-RACES: dict[str, tuple[str, str, str]] = {
-    "chunks start in any order": ("cuda/encode.cuh", "atomicAdd(jobs.ticket, 1u)", "blockIdx.x"),
-    "forms are read before they are written": (
-        "cuda/encode.cuh",
-        "  " + SYNC + "    if (!jobs.split) break;",
-        "    if (!jobs.split) break;",
-    ),
-    "copied before it is known where": ("cuda/encode.cuh", SYNC + "\n  const uint64_t end", "\n  const uint64_t end"),
-    "the table is used before it is read": (
-        "cuda/decode.cuh",
-        SYNC + "  if (shared.content == NOTHING) return;",
-        "  if (shared.content == NOTHING) return;",
-    ),
-    "exponents are read before they are listed": (
-        "cuda/decode_block.cuh",
-        "k.word[2], k.word[3]);\n  __syncwarp();",
-        "k.word[2], k.word[3]);",
-    ),
-    "elements are read before all lanes have put them": (
-        "cuda/encode_block.cuh",
-        "  __syncwarp();\n  const uint4 octets",
-        "  const uint4 octets",
-    ),
-    "bits are put before the string is zero": (
-        "cuda/encode_block.cuh",
-        "  __syncwarp();\n  uint32_t bit = 8 * at;",
-        "  uint32_t bit = 8 * at;",
-    ),
-    "look-back does not wait": (
-        "cuda/encode.cuh",
-        " : 2ull << 32;\n    while (__any_sync(kEveryLane, seen == 0))",
-        " : 2ull << 32;\n    while (false)",
-    ),
-    "the sizes of other parts are not waited for": (
-        "cuda/encode.cuh",
-        " : part_sizes(0, 0);\n    while (__any_sync(kEveryLane, seen == 0))",
-        " : part_sizes(0, 0);\n    while (false)",
-    ),
-    "a part is taken before the last one is told of": (
-        "cuda/encode.cuh",
-        "  " + SYNC + "  } while (",
-        "  } while (",
-    ),
-    "lanes of a warp disagree": (
-        "cuda/warp.cuh",
-        "sum = add_from_below(sum, distance);",
-        "if (lane_id() >= distance) sum = add_from_below(sum, distance);",
-    ),
-}
-
-
-@pytest.mark.full(reason="each has an emulation of its own to compile")
-@pytest.mark.parametrize("race", RACES)
-def test_a_race_is_noticed(race: str) -> None:
-    """In a process of its own, as some of them end it."""
-    file, good, bad = RACES[race]
-    program = f"""
-import emulation, test_cuda_kernels
-launcher = emulation.launcher({{{file!r}: ({(good, bad)!r},)}}, emulation.BF16)
-for seed in range(12):
-    test_cuda_kernels.trial(seed, launcher)
-"""
-    planted.assert_noticed(program, ("AssertionError", "FrameError", "emulation: block"), seconds=120)
+def test_any_order_of_threads(ordered: emulation.EmulatedLauncher) -> None:
+    """Frames of several chunks with every mode in them, and a sum; whole chunks and parts."""
+    for seed in range(12):
+        ordered.seed(seed)
+        for multiprocessors in (1, 8):
+            _round_trips(CudaBackend(ordered, "cpu", multiprocessors))

@@ -7,20 +7,32 @@ from __future__ import annotations
 
 import random
 import struct
-from itertools import pairwise
+from collections.abc import Sequence
 
 import emulation
 import pytest
 import tiers
 import torch
-from cuda_frames import CPU, GUARD, Kernel, bits, frame_of, pad, slot
+from cuda_frames import (
+    CPU,
+    GUARD,
+    Kernel,
+    assert_guarded,
+    at_offset,
+    bits,
+    changed,
+    frame_of,
+    offsets,
+    pad,
+    slot,
+    words,
+)
+from test_gap_list import forms
 
 from ds_zipccl import codecs
 from ds_zipccl.frame import FrameError, FrameErrorCode
 from ds_zipccl.kernels.cuda.backend import (
     CudaBackend,
-    GatherTable,
-    Parameter,
     failure_of,
     frame_bytes,
     new_status,
@@ -57,16 +69,12 @@ def pair(dtype: torch.dtype, words: int, share: float, reach: int, seed: int) ->
     return moved.view(dtype), base
 
 
-def forms(frame: torch.Tensor, words: int, block: int = BLOCK) -> list[str]:
-    """The forms of the chunks of a flat frame of so many words."""
-    index = frame[32 : 32 + 4 * -(-words // (16 * block))].view(torch.int32).tolist()
-    places = [entry & 0x7FFFFFFF for entry in index] + [pad(frame.numel() - 32) // 16]
-    sizes = [end - start for start, end in pairwise(places)]
-    return ["LIST" if entry < 0 else "TABLE" if size else "SAME" for entry, size in zip(index, sizes, strict=True)]
-
-
 def coded(
-    route: CudaBackend, device: torch.device, tensors: list[torch.Tensor], bases: list[torch.Tensor], block: int = BLOCK
+    route: CudaBackend,
+    device: torch.device,
+    tensors: Sequence[torch.Tensor],
+    bases: Sequence[torch.Tensor],
+    block: int = BLOCK,
 ) -> list[torch.Tensor]:
     """Their frames, after proof that they are those of the CPU, and that they give the tensors apart from the bases and in place."""
     wanted = [frame_of(tensor, "delta", block, base) for tensor, base in zip(tensors, bases, strict=True)]
@@ -77,8 +85,7 @@ def coded(
     assert overflows.item() == 0
     for number, (frame, (at, memory)) in enumerate(zip(wanted, slots, strict=True)):
         assert torch.equal(at[: frame.numel()].cpu(), frame), number
-        assert (memory[:32] == GUARD).all()
-        assert (memory[32 + frame.numel() :] == GUARD).all()
+        assert_guarded(memory, at[: frame.numel()])
     headers = torch.full((len(wanted), 32), GUARD, dtype=torch.uint8, device=device)
     route.frame_sizes(there, "delta", block, headers, lasts)
     assert frame_bytes(headers).tolist() == [frame.numel() for frame in wanted]
@@ -105,8 +112,19 @@ def test_forms_of_chunks(kernel: Kernel, name: str) -> None:
         for size in (words[seed % 4], words[(seed + 1) % 4])
     ]
     frames = coded(route, device, [tensor for _, (tensor, _) in cases], [base for _, (_, base) in cases])
-    seen = {form for frame, (size, _) in zip(frames, cases, strict=True) for form in forms(frame, size)}
+    seen = {form for frame, (size, _) in zip(frames, cases, strict=True) for form in forms(frame)}
     assert seen == {"SAME", "LIST", "TABLE"}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_more_differences_than_a_launch_takes(kernel: Kernel, dtype: torch.dtype) -> None:
+    """Some of them empty; and one that does not fit is counted."""
+    route, device = kernel
+    tensors = [words(dtype, numel, numel) for numel in (0, 1, 3000, *range(100, 150))]
+    coded(route, device, tensors, [changed(tensor) for tensor in tensors])
+    overflows, (at, _) = torch.zeros(1, dtype=torch.int32, device=device), slot(64, device)
+    route.encode_delta_frames([tensors[2].to(device)], [changed(tensors[2]).to(device)], BLOCK, [at], overflows)
+    assert overflows.item() == 1
 
 
 @pytest.mark.parametrize("block", [256, pytest.param(1024, marks=pytest.mark.full(reason="chunks of 16384 words"))])
@@ -116,7 +134,7 @@ def test_larger_blocks(kernel: Kernel, block: int) -> None:
     for dtype in (torch.bfloat16, torch.uint8):
         cases = [pair(dtype, words, share, reach, block) for share, reach in ((0.02, 2), (0.12, 7), (0.2, 1))]
         frames = coded(route, device, [tensor for tensor, _ in cases], [base for _, base in cases], block)
-        assert "LIST" in {form for frame in frames for form in forms(frame, words, block)}
+        assert "LIST" in {form for frame in frames for form in forms(frame)}
 
 
 def test_a_list_of_as_many_bytes_as_a_table(kernel: Kernel) -> None:
@@ -127,63 +145,27 @@ def test_a_list_of_as_many_bytes_as_a_table(kernel: Kernel) -> None:
     moved = run.clone()
     moved.view(torch.int16)[300:700] += torch.arange(400, dtype=torch.int16) % 9
     frames = coded(*kernel, [tensor, moved], [base, run])
-    assert [forms(frames[0], 32), forms(frames[1], CHUNK)] == [["LIST"], ["TABLE"]]
+    assert [forms(frames[0]), forms(frames[1])] == [["LIST"], ["TABLE"]]
 
 
-def test_words_and_bases_at_any_address(kernel: Kernel) -> None:
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.uint8], ids=str)
+def test_words_and_bases_at_any_address(kernel: Kernel, dtype: torch.dtype) -> None:
     route, device = kernel
-    for dtype in (torch.bfloat16, torch.float32, torch.uint8):
-        for share in (0, 0.02):
-            tensor, base = pair(dtype, CHUNK + 301, share, 7, 5)
-            wanted = frame_of(tensor, "delta", BLOCK, base)
-            for offset in (1, 3, 16 // dtype.itemsize - 1):
-                memories = [torch.zeros(tensor.numel() + 32, dtype=dtype, device=device) for _ in range(3)]
-                words, last, out = (memory[offset + i :][: tensor.numel()] for i, memory in enumerate(memories))
-                words.copy_(tensor)
-                last.copy_(base)
-                at, _ = slot(wanted.numel(), device)
-                route.encode_delta_frames([words], [last], BLOCK, [at])
-                assert torch.equal(at.cpu(), wanted)
-                route.decode_delta_frames([at], [last], BLOCK, [out], status := new_status(device))
-                raise_failure(status)
-                assert torch.equal(bits(out), bits(tensor))
-                assert not memories[2][: offset + 2].any()
-                assert not memories[2][offset + 2 + tensor.numel() :].any()
-
-
-@pytest.mark.parametrize("dtype", [torch.int8, torch.int64, torch.float8_e5m2, torch.bfloat16])
-def test_a_gather_of_any_dtype(kernel: Kernel, dtype: torch.dtype) -> None:
-    """Against bases, some shards as raw frames, into one output in place of the bases; sizes and strides are elements."""
-    route, device = kernel
-    numels = (700, 33, 9)
-    cases = [
-        [pair(dtype, numel * dtype.itemsize, 0.02, 3, 10 * rank + i) for i, numel in enumerate(numels)]
-        for rank in range(3)
-    ]
-    if dtype is torch.bfloat16:
-        cases = [
-            [(tensor[:numel], base[:numel]) for (tensor, base), numel in zip(row, numels, strict=True)] for row in cases
-        ]
-    room = [pad(codecs.compress_bound(numel, dtype, "delta", block=BLOCK)) for numel in numels]
-    parameters = [
-        Parameter(numel, size, stride=sum(numels), start=sum(numels[:i]), raw=i == 1)
-        for i, (numel, size) in enumerate(zip(numels, room, strict=True))
-    ]
-    table = GatherTable(parameters, dtype, BLOCK, 3)
-    staging = torch.zeros(3 * table.part_bytes, dtype=torch.uint8, device=device)
-    for rank, row in enumerate(cases):
-        part = staging[rank * table.part_bytes :][: table.part_bytes]
-        shards, bases = [tensor.to(device) for tensor, _ in row], [base.to(device) for _, base in row]
-        route.encode_gather(shards, "delta", table, part, bases=bases)
-        wanted = frame_of(row[0][0], "delta", BLOCK, row[0][1])
-        assert torch.equal(part[: wanted.numel()].cpu(), wanted)
-        wanted = frame_of(row[1][0], "raw")
-        assert torch.equal(part[room[0] :][: wanted.numel()].cpu(), wanted)
-    out = torch.cat([base for row in cases for _, base in row]).to(device)
-    route.decode_gather(staging, table, out, 1, status := new_status(device), bases=out)
-    raise_failure(status)
-    wanted = [[base if rank == 1 else tensor for tensor, base in row] for rank, row in enumerate(cases)]
-    assert torch.equal(bits(out), bits(torch.cat([one for row in wanted for one in row])))
+    places = offsets(dtype)
+    for share in (0, 0.02, 0.5):
+        tensor, base = pair(dtype, CHUNK + 301, share, 7, 5)
+        wanted = frame_of(tensor, "delta", BLOCK, base)
+        for place in places[::3]:
+            words, _ = at_offset(tensor, place, device, 17 * place & 255)
+            last, _ = at_offset(base, (place * 3 + 1) % len(places), device, 29 * place & 255)
+            out, memory = at_offset(torch.zeros_like(tensor), (place + 2) % len(places), device, GUARD)
+            at, _ = slot(wanted.numel(), device)
+            route.encode_delta_frames([words], [last], BLOCK, [at])
+            assert torch.equal(at.cpu(), wanted), (share, place)
+            route.decode_delta_frames([at], [last], BLOCK, [out], status := new_status(device))
+            raise_failure(status)
+            assert torch.equal(bits(out), bits(tensor)), (share, place)
+            assert_guarded(memory, out)
 
 
 def test_raw_frames_of_any_dtype_and_a_base_that_is_not_there(kernel: Kernel) -> None:
@@ -218,8 +200,7 @@ def refused(kernel: Kernel, frame: torch.Tensor, base: torch.Tensor) -> int:
     at.copy_(frame)
     out, memory = slot(base.nbytes, device)
     route.decode_delta_frames([at], [base.to(device)], BLOCK, [out.view(base.dtype)], status := new_status(device))
-    assert (memory[:32] == GUARD).all()
-    assert (memory[32 + base.nbytes :] == GUARD).all()
+    assert_guarded(memory, out)
     failure = failure_of(int(status.item()))
     got = 0 if failure is None else int(failure.code)
     assert got == code, frame[:100].tolist()
@@ -297,29 +278,19 @@ def test_damaged_lists(kernel: Kernel) -> None:
 # ------------------------------------------------------------------------------------- orders of threads, emulated only
 
 
-def trial(seed: int, launcher: emulation.EmulatedLauncher) -> None:
-    """Frames with every form, with threads in the order of ``seed`` and little room; whole chunks and parts."""
-    launcher.seed(seed)
-    launcher.residents(1 + seed % 3)
-    cases = [pair(torch.bfloat16, 2 * CHUNK + 77, share, reach, seed) for share, reach in CHANGES[1:6]]
-    mixed, base = pair(torch.bfloat16, 4 * CHUNK, 0.03, 9, seed)
-    mixed[:CHUNK] = base[:CHUNK]
-    mixed[2 * CHUNK : 3 * CHUNK] = base[2 * CHUNK : 3 * CHUNK] * 1.02
-    cases.append((mixed, base))
-    for multiprocessors in (1, 8):
-        coded(CudaBackend(launcher, "cpu", multiprocessors), CPU, [one for one, _ in cases], [one for _, one in cases])
-    forms_seen = forms(frame_of(mixed, "delta", BLOCK, base), mixed.numel())
-    assert forms_seen == ["SAME", "LIST", "TABLE", "LIST"]
-
-
 @pytest.mark.parametrize(
     "seeds", [range(2), pytest.param(range(2, 12), marks=pytest.mark.full(reason="slow emulation"))], ids=str
 )
-def test_any_order_of_threads(seeds: range) -> None:
-    launcher = emulation.launcher()
-    try:
-        for seed in seeds:
-            trial(seed, launcher)
-    finally:
-        launcher.seed(0)
-        launcher.residents(3)
+def test_any_order_of_threads(seeds: range, ordered: emulation.EmulatedLauncher) -> None:
+    """Frames with every form, with little room; whole chunks and parts."""
+    for seed in seeds:
+        ordered.seed(seed)
+        ordered.residents(1 + seed % 3)
+        cases = [pair(torch.bfloat16, 2 * CHUNK + 77, share, reach, seed) for share, reach in CHANGES[1:6]]
+        mixed, base = pair(torch.bfloat16, 4 * CHUNK, 0.03, 9, seed)
+        mixed[:CHUNK] = base[:CHUNK]
+        mixed[2 * CHUNK : 3 * CHUNK] = base[2 * CHUNK : 3 * CHUNK] * 1.02
+        tensors, bases = zip(*cases, (mixed, base), strict=True)
+        for multiprocessors in (1, 8):
+            *_, last = coded(CudaBackend(ordered, "cpu", multiprocessors), CPU, tensors, bases)
+        assert forms(last) == ["SAME", "LIST", "TABLE", "LIST"]

@@ -1,6 +1,6 @@
-"""Rows on CUDA: the first of equal rows in any order of threads, sums in a fixed order, predictions. Emulated, and on a GPU.
+"""Rows on CUDA: the first of equal rows in any order of threads. Emulated, and on a GPU.
 
-The calls that every route has alike are in the tests of routes. Here are those of the kernels alone.
+Factors and predictions, which every route has alike, are in test_row_kernels.py.
 """
 
 from __future__ import annotations
@@ -9,13 +9,10 @@ import emulation
 import pytest
 import tiers
 import torch
-from cuda_frames import GUARD, Kernel, bits, slot, words
+from cuda_frames import CPU, Kernel, assert_guarded, slot
 
-from ds_zipccl import kernels
 from ds_zipccl.kernels.cuda import backend
 from ds_zipccl.kernels.cuda.backend import CudaBackend
-
-FLOATS = [torch.bfloat16, torch.float16, torch.float32]
 
 
 def first_of_equals(data: torch.Tensor, row_bytes: int) -> list[int]:
@@ -54,7 +51,7 @@ def found(kernel: Kernel, data: torch.Tensor, row_bytes: int, cuts: list[int], s
     for begin, end in zip([0, *cuts], [*cuts, count], strict=True):
         at, memory = slot(4 * (end - begin), device)
         repeats += route.find_rows(data, row_bytes, begin, at.view(torch.int32), table)
-        assert (memory[:32] == GUARD).all() and (memory[32 + at.numel() :] == GUARD).all()
+        assert_guarded(memory, at)
         sources += at.view(torch.int32).tolist()
     return sources, repeats
 
@@ -87,17 +84,16 @@ def test_equal_samples_and_other_words(kernel: Kernel, row_bytes: int) -> None:
         assert found(kernel, rows.to(kernel[1]), row_bytes, cuts, slots=128) == (wanted, 32)
 
 
-def test_no_order_of_emulated_threads_counts() -> None:
+def test_no_order_of_emulated_threads_counts(ordered: emulation.EmulatedLauncher) -> None:
     """Seeds decide which warp comes first to a slot; little room lets blocks start one after the other, in any order."""
-    launcher = emulation.launcher()
-    route = CudaBackend(launcher, "cpu")
+    kernel = CudaBackend(ordered, "cpu"), CPU
     rows = torch.cat([some_rows(100, 64, 3), some_rows(1, 64, 4).repeat(40, 1)]).view(-1)
     same = alike(20, 512).view(-1)
     for seed in range(6):
-        launcher.seed(seed)
-        launcher.residents(1 + seed % 3)
-        assert found((route, torch.device("cpu")), rows, 64, [])[0] == first_of_equals(rows, 64), seed
-        assert found((route, torch.device("cpu")), same, 512, [])[0] == first_of_equals(same, 512), seed
+        ordered.seed(seed)
+        ordered.residents(1 + seed % 3)
+        assert found(kernel, rows, 64, [])[0] == first_of_equals(rows, 64), seed
+        assert found(kernel, same, 512, [])[0] == first_of_equals(same, 512), seed
 
 
 @pytest.mark.parametrize("hashed", tiers.mostly_full(["sample_hash", "row_hash"], ["row_hash"], "a kernel to compile"))
@@ -110,57 +106,8 @@ def test_forced_collisions(hashed: str) -> None:
     )
     route = CudaBackend(launcher, "cpu")
     for rows, row_bytes in ((some_rows(60, 64), 64), (alike(20, 512), 512)):
-        sources, _ = found((route, torch.device("cpu")), rows.view(-1), row_bytes, [30])
+        sources, _ = found((route, CPU), rows.view(-1), row_bytes, [30])
         assert sources == first_of_equals(rows.view(-1), row_bytes)
-
-
-def pairs(dtype: torch.dtype, width: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Words of 14 rows, and pairs of a row and its source: scaled copies, others, those that have no factor, and one whose sums depend on
-    the order of lanes."""
-    values = words(torch.float32, 14 * width, 9).view(14, width)
-    values[1] = values[0] * 0.37
-    values[3] = values[2] * -1.9
-    matrix = values.to(dtype)
-    matrix[4] = 0
-    matrix[5, 0] = float("inf")
-    matrix[6, -1] = float("nan")
-    matrix[7] = torch.finfo(dtype).tiny / 4  # subnormal
-    matrix[8] = torch.finfo(dtype).max / 3
-    matrix[12:] = 0
-    matrix[12:, : min(width, 3)] = torch.tensor([[2.0**30, 2.0**30, 1], [2.0**30, -(2.0**30), 1]])[:, :width]
-    rows, sources = [1, 3, 2, 9, 4, 9, 9, 5, 9, 7, 8, 9, 9, 13], [0, 2, 3, 10, 9, 4, 5, 9, 6, 8, 7, 7, 8, 12]
-    return matrix.view(-1), torch.tensor(rows, dtype=torch.int32), torch.tensor(sources, dtype=torch.int32)
-
-
-@pytest.mark.parametrize("dtype", FLOATS, ids=str)
-@pytest.mark.parametrize("width", [1, 40, 1000])
-def test_factors(kernel: Kernel, dtype: torch.dtype, width: int) -> None:
-    """Bit for bit those of the C++ route, whose sums have the same order; 0 where there is none."""
-    route, device = kernel
-    memory, rows, sources = pairs(dtype, width)
-    wanted = kernels.row_route("native", "cpu").row_factors(memory, width, rows, sources)
-    got = route.row_factors(memory.to(device), width, rows.to(device), sources.to(device))
-    assert torch.equal(bits(got), bits(wanted)), (got, wanted)
-    assert (wanted == 0).any() and (wanted != 0).any()
-
-
-@pytest.mark.parametrize("dtype", FLOATS, ids=str)
-def test_predictions(kernel: Kernel, dtype: torch.dtype) -> None:
-    """Every exponent of a word, as on the CPU; nothing around the output is written."""
-    route, device = kernel
-    count, width = 5, 4096
-    draw = torch.Generator().manual_seed(1)
-    memory = torch.randint(
-        -(1 << 15), 1 << 15, (count * width * dtype.itemsize // 2,), dtype=torch.int16, generator=draw
-    ).view(dtype)
-    sources = torch.tensor([4, 0, 1, 1, 3, 2, 2], dtype=torch.int32)
-    factors = torch.tensor([1.0, -0.37, 3e-38, -3e38, 1.5, 2.0**-126, 0.9999999])
-    wanted = torch.empty(len(sources) * width, dtype=dtype)
-    kernels.row_route("native", "cpu").predict_rows(memory, width, sources, factors, wanted)
-    out, around = slot(wanted.nbytes, device)
-    route.predict_rows(memory.to(device), width, sources.to(device), factors.to(device), out.view(dtype))
-    assert torch.equal(bits(out), bits(wanted))
-    assert (around[:32] == GUARD).all() and (around[32 + wanted.nbytes :] == GUARD).all()
 
 
 def test_wrong_tensors_are_refused(kernel: Kernel, launches: list[backend.Launch]) -> None:

@@ -34,29 +34,11 @@ def environment() -> dict[str, str]:
 @pytest.mark.full(reason="a build of a minute, and minutes of slow kernels")
 @pytest.mark.parametrize(
     "file",
-    [
-        "test_cuda_calls.py",
-        "test_cuda_sums.py",
-        "test_cuda_kernels.py",
-        "test_cuda_rows.py",
-        "test_cuda_rounded.py",
-        "test_cuda_scaled.py",
-        "test_cuda_zfp.py",
-    ],
+    ["test_cuda_calls.py", "test_cuda_sums.py", "test_cuda_kernels.py", "test_cuda_rows.py", "test_cuda_lossy.py"],
 )
 def test_the_emulated_tests_are_clean(file: str, environment: dict[str, str]) -> None:
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-q",
-        "-s",
-        "-p",
-        "no:cacheprovider",
-        "-k",
-        "emulated",
-        f"tests/codec/{file}",
-    ]
+    options = ("-q", "-s", "-p", "no:cacheprovider", "-k", "emulated")
+    command = [sys.executable, "-m", "pytest", *options, f"tests/codec/{file}"]
     result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=SECONDS)
     assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-5000:]
     assert " passed" in result.stdout
@@ -91,32 +73,19 @@ def _planted() -> dict[str, tuple[tuple[str, str], ...]]:
 
 #: A file, its text, the mistake, and words of the report that the mistake must cause.
 MISTAKES: dict[str, tuple[str, str, str, str]] = {
-    "a misaligned read": (
-        "cuda/hash.cuh",
-        "reinterpret_cast<uintptr_t>(job.data) % 8 == 0",
-        "true",
-        "misaligned address",
-    ),
+    "a misaligned read": ("cuda/hash.cuh", "reinterpret_cast<uintptr_t>(job.data) % 8 == 0", "true", "misaligned address"),
     "a read past a tensor": ("cuda/hash.cuh", "at + 8 <= job.bytes", "at < job.bytes", "heap-buffer-overflow"),
     "a write past a tensor": (
-        "cuda/decode.cuh",
-        "rank * job.stride + first;",
-        "rank * job.stride + first + 1;",
-        "heap-buffer-overflow",
+        "cuda/decode.cuh", "rank * job.stride + first;", "rank * job.stride + first + 1;", "heap-buffer-overflow",
     ),
     "a write past an array of shared memory": (
-        "cuda/sum.cuh",
-        "least(job.count - group, kMaxFrames)",
-        "least(job.count - group, kMaxFrames + 1)",
-        "out of bounds",
+        "cuda/sum.cuh", "least(job.count - group, kMaxFrames)", "least(job.count - group, kMaxFrames + 1)", "out of bounds",
     ),
     "a write past shared memory": (
-        "cuda/sum.cuh",
-        "if (threadIdx.x == 0) shared.failed = 0;",
-        "if (threadIdx.x == 0) shared.failed = (&shared.failed)[4] = 0;",
-        "use-after-poison",
+        "cuda/sum.cuh", "if (threadIdx.x == 0) shared.failed = 0;",
+        "if (threadIdx.x == 0) shared.failed = (&shared.failed)[4] = 0;", "use-after-poison",
     ),
-}
+}  # fmt: skip
 
 
 @pytest.mark.full(reason="each has an emulation of its own to compile")

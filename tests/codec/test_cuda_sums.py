@@ -8,7 +8,7 @@ from __future__ import annotations
 import corpus
 import pytest
 import torch
-from cuda_frames import GUARD, Kernel, frame_of, pad, slot, slot_bytes, words
+from cuda_frames import GUARD, Kernel, assert_guarded, frame_of, pad, slot, slot_bytes, words
 
 from ds_zipccl.frame import FrameErrorCode
 from ds_zipccl.kernels.cuda import backend
@@ -38,12 +38,16 @@ def assert_same_sums(got: torch.Tensor, wanted: torch.Tensor) -> None:
 @pytest.mark.parametrize("dtype", SUMMED, ids=corpus.SUMMED)
 @pytest.mark.parametrize(
     ("count", "own", "kind"),
-    [(70, 0, "frames"), (100, 51, "frames"), (3, 2, "frames"), (60, 13, "words"), (1, None, "words"), (1, 0, "frames")],
-)
+    [
+        (70, 0, "frames"), (100, 51, "frames"), (3, 2, "frames"), (60, 13, "words"), (1, None, "words"), (1, 0, "frames"),
+        (1, None, "listed"), (3, None, "listed"), (48, None, "listed"),
+    ],
+)  # fmt: skip
 def test_sums_of_rows(
     kernel: Kernel, dtype: torch.dtype, count: int, own: int | None, kind: str, launches: list[backend.Launch]
 ) -> None:
-    """Any number of rows of a staging buffer, in one launch, with own words in their place; rounded once, and as floats, and in place."""
+    """Any number of rows of a staging buffer, or of frames in a list, in one launch, with own words in their place; rounded once, and as
+    floats, and in place."""
     route, device = kernel
     numel = 2500 if count < 10 else 700  # blocks for a second turn of the warps, and chunks
     summands = [words(dtype, numel, seed) * (1 + seed % 5) for seed in range(count)]
@@ -53,12 +57,13 @@ def test_sums_of_rows(
     special = torch.tensor([0.0, float("inf"), float("-inf"), float("nan"), 1e-40])
     summands[-1][4:9] = special
     summands[0][4:9] = special.flip(0)
-    if kind == "frames":
+    if kind != "words":
         staging = torch.zeros((count, pad(slot_bytes(numel, dtype), 512)), dtype=torch.uint8)
         for number, (row, summand) in enumerate(zip(staging, summands, strict=True)):
             frame = frame_of(summand, ("cascade", "wide", "raw")[number % 3], BLOCK)
             row[: frame.numel()] = frame
         slots = staging.to(device)[:, : slot_bytes(numel, dtype)]
+        slots = [*slots] if kind == "listed" else slots
     else:
         slots = torch.zeros((count, numel + 5), dtype=dtype)
         slots[:, :numel] = torch.stack(summands)
@@ -73,8 +78,7 @@ def test_sums_of_rows(
         raise_failure(status)
         assert len(launches) == 1
         assert_same_sums(sums.view(sums_dtype), in_order(summands, sums_dtype))
-        assert (memory[:32] == GUARD).all()
-        assert (memory[-32:] == GUARD).all()
+        assert_guarded(memory, sums)
     if own is not None:
         here = summands[own].to(device, copy=True)
         route.decode_sum_frames(slots, BLOCK, dtype, here, status, Own(here, own))

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import ctypes
 import re
-from collections.abc import Iterator
 
 import emulation
-import planted
 import pytest
 import torch
-from cuda_frames import GUARD, frame_of, slot, words
+from cuda_frames import GUARD, assert_guarded, frame_of, slot, words
 
 from ds_zipccl.codecs import compress, compress_bound
 from ds_zipccl.frame import FrameError, FrameErrorCode
@@ -79,15 +77,7 @@ class Recording:
         self._launcher.launch(kernel, grid, shared_bytes, params, stream)
 
 
-@pytest.fixture
-def launcher() -> Iterator[emulation.EmulatedLauncher]:
-    made = emulation.launcher()
-    yield made
-    made.seed(0)
-    made.residents(3)
-
-
-def trial(seed: int, launcher: emulation.EmulatedLauncher, dtype: torch.dtype = torch.bfloat16) -> set[tuple[str, int]]:
+def trial(seed: int, launcher: emulation.EmulatedLauncher, dtype: torch.dtype) -> set[tuple[str, int]]:
     """Frames of chunks that are whole, halved and quartered, with threads in the order of ``seed`` and little room on the device."""
     launcher.seed(seed)
     launcher.residents(1 + seed % 3)
@@ -104,7 +94,7 @@ def trial(seed: int, launcher: emulation.EmulatedLauncher, dtype: torch.dtype = 
         for tensor, (at, memory) in zip(tensors, slots, strict=True):
             wanted = frame_of(tensor, "cascade", 128)
             assert torch.equal(at[: wanted.numel()], wanted)
-            assert (memory[:32] == GUARD).all() and (memory[32 + at.numel() :] == GUARD).all()
+            assert_guarded(memory, at)
         assert overflows.item() == 0
         frames = [at for at, _ in slots]
         frames[2] = compress(tensors[2], "raw", shaped=False, checksum=False)
@@ -132,21 +122,21 @@ def trial(seed: int, launcher: emulation.EmulatedLauncher, dtype: torch.dtype = 
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float8_e4m3fn], ids=["bf16", "fp32", "e4m3"])
-def test_parts_fit_together(launcher: emulation.EmulatedLauncher, dtype: torch.dtype) -> None:
+def test_parts_fit_together(ordered: emulation.EmulatedLauncher, dtype: torch.dtype) -> None:
     """Also where one block of threads runs at a time: no part waits for a part that has not started."""
     cuts = set()
     for seed in range(6):
-        cuts |= trial(seed, launcher, dtype)
+        cuts |= trial(seed, ordered, dtype)
     assert {(kernel, cut) for kernel in ("encode", "decode") for cut in (0, 1, 2)} <= cuts, cuts
 
 
-def test_a_change_in_parts(launcher: emulation.EmulatedLauncher) -> None:
+def test_a_change_in_parts(ordered: emulation.EmulatedLauncher) -> None:
     base = words(torch.bfloat16, 9000, 3)
     tensor = (base.float() * (1 + 0.01 * words(torch.float32, 9000, 4))).bfloat16()
     payloads = []
     for multiprocessors in (1, 20):
-        launcher.residents(1)
-        noted = Recording(launcher)
+        ordered.residents(1)
+        noted = Recording(ordered)
         route = CudaBackend(noted, "cpu", multiprocessors)
         out = torch.full((compress_bound(9000, torch.bfloat16, block=256),), GUARD, dtype=torch.uint8)
         payloads.append(out[: route.encode_delta(tensor, base, 256, out)])
@@ -157,57 +147,3 @@ def test_a_change_in_parts(launcher: emulation.EmulatedLauncher) -> None:
             {("encode", 0), ("decode", 0)} if multiprocessors == 1 else {("encode", 2), ("decode", 2)}
         )
     assert torch.equal(*payloads)
-
-
-#: What makes the parts of a chunk fit together: file, text, mistake, and a word of the failure.
-MISTAKES: dict[str, tuple[str, str, str]] = {
-    "a block of threads waits for parts that have not started": (
-        "cuda/encode.cuh",
-        "next = next_ticket(jobs.ticket, shared.ticket, end_ticket);",
-        "next = end_ticket;",
-    ),
-    "a part takes tickets of the next chunk": (
-        "cuda/encode.cuh",
-        "end_ticket = (shared.item + 1) << jobs.split,",
-        "end_ticket = (shared.item + 2) << jobs.split,",
-    ),
-    "a part that was taken is forgotten": (
-        "cuda/encode.cuh",
-        "shared.own |=",
-        "shared.own =",
-    ),
-    "every part writes the header": (
-        "cuda/encode.cuh",
-        "const bool leads = shared.own & 1;",
-        "const bool leads = true;",
-    ),
-    "decoded parts leave a gap": (
-        "cuda/decode.cuh",
-        "shared.end = least((part + 1) * per_part,",
-        "shared.end = least((part + 1) * per_part - 1,",
-    ),
-    "summed parts leave a gap": (
-        "cuda/sum.cuh",
-        "least(begin + per_part, blocks)",
-        "least(begin + per_part - 1, blocks)",
-    ),
-    "a raw part is short": (
-        "cuda/decode.cuh",
-        "end = least(shared.end * jobs.block",
-        "end = least(shared.end * jobs.block - 1",
-    ),
-}
-
-
-@pytest.mark.full(reason="each compiles an emulation")
-@pytest.mark.parametrize("mistake", MISTAKES)
-def test_a_mistake_is_noticed(mistake: str) -> None:
-    """In a process of its own, as some of them end it."""
-    file, good, bad = MISTAKES[mistake]
-    program = f"""
-import emulation, test_cuda_waves
-launcher = emulation.launcher({{{file!r}: ({(good, bad)!r},)}}, emulation.BF16)
-for seed in range(6):
-    test_cuda_waves.trial(seed, launcher)
-"""
-    planted.assert_noticed(program, ("AssertionError", "FrameError", "emulation: block"), seconds=240)

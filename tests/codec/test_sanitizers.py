@@ -1,4 +1,5 @@
-"""The C++ codec under AddressSanitizer and UBSan: fuzz/fuzz.cpp at every level, and proof that the sanitizers look."""
+"""The C++ codec under AddressSanitizer and UBSan: fuzz/fuzz.cpp at every level, fuzzers of low-rank frames and ZFP, and proof that the
+sanitizers look."""
 
 from __future__ import annotations
 
@@ -43,21 +44,52 @@ def test_a_hundred_thousand_damaged_payloads(levels: list[str]) -> None:
     assert min(count["accepted"], count["index"], count["block"]) > MUTATIONS / 20, count
 
 
-#: A proof of the decoders, the file it is in, and text in its place that proves nothing.
-CHECKS = {
-    "if (tail + entry.tail_bytes > bytes) return BLOCK;": ("cpu/decode.h", ""),
-    "if (escapes_at + count * sizeof(Word) != bytes) return BLOCK;": ("cpu/delta/change_decode.h", ""),
-    "if (last >= of) return BLOCK;": ("cpu/delta/delta_list.h", ""),
+@pytest.mark.parametrize(("codec", "cases"), [("lowrank", 1500), ("zfp", 20_000)])
+def test_any_content_of_a_codec_alone(codec: str, cases: int) -> None:
+    result = asan.run(asan.fuzzer_of(codec).path(), 1, cases)
+    assert result.returncode == 0, result.stdout + result.stderr
+    words = result.stdout.split()
+    if codec == "lowrank":
+        assert words == ["cases", str(cases)], result.stdout
+    else:
+        assert int(words[1]) > 2000 and int(words[3]) > 1000, result.stdout
+
+
+def test_columns_that_lose_the_earlier_ones_once_are_not_orthonormal() -> None:
+    once = asan.fuzzer_of("lowrank", {"cpu/lossy/lowrank.h": (("turn < 2 * j", "turn < j"),)})
+    result = asan.run(once.path(), 1, 1500)
+    assert result.returncode == 1 and "columns that are not orthonormal" in result.stdout, result.stdout + result.stderr
+
+
+#: Fuzzer and a proof or a bound in its code -> the file, text in its place that proves nothing, and drawn cases that show it.
+BOUNDS = {
+    ("codec", "if (tail + entry.tail_bytes > bytes) return BLOCK;"): ("cpu/decode.h", "", MUTATIONS),
+    ("codec", "if (escapes_at + count * sizeof(Word) != bytes) return BLOCK;"): (
+        "cpu/delta/change_decode.h",
+        "",
+        MUTATIONS,
+    ),
+    ("codec", "if (last >= of) return BLOCK;"): ("cpu/delta/delta_list.h", "", MUTATIONS),
+    ("lowrank", "std::min<uint64_t>(n - at, kTileColumns)"): ("cpu/lossy/lowrank.h", "kTileColumns", 500),
+    ("lowrank", "row + kTileRows <= rows"): ("cpu/lossy/lowrank.h", "row < rows", 500),
+    ("lowrank", "at + kLanes <= n"): ("cpu/lossy/lowrank.h", "at < n", 500),
+    ("zfp", "if (shift + count > 64)"): ("cpu/lossy/zfp.cpp", "if (shift)", 2000),
+    ("zfp", "if (fill) memcpy(out, &pending, 8);"): ("cpu/lossy/zfp.cpp", "memcpy(out, &pending, 8);", 2000),
+    ("zfp", "i < kZfpValues && i < count"): ("cpu/lossy/zfp.cpp", "i < kZfpValues", 2000),
+    ("zfp", "return i < count ? i : "): ("common/zfp_block.cuh", "return i < kZfpValues ? i : ", 2000),
 }
 
 
 @pytest.mark.full(reason="each has a fuzzer of its own to compile; codec/test_planted.py stays")
-@pytest.mark.parametrize("check", CHECKS)
-def test_a_missing_bound_check_is_seen(check: str, levels: list[str]) -> None:
-    """Without the proof that a tail, its content or a place lies where it must, some damaged payload makes a decoder go outside."""
-    file, nothing = CHECKS[check]
-    planted = asan.fuzzer(changes={file: ((check, nothing),)})
-    result = asan.run(planted.path(), 1, MUTATIONS, 60, levels[:1])
+@pytest.mark.parametrize(("fuzzer", "bound"), BOUNDS)
+def test_a_missing_bound_is_seen(fuzzer: str, bound: str, levels: list[str]) -> None:
+    """Without the proof that a tail, its content or a place lies where it must, or without a bound, some case goes outside."""
+    file, nothing, cases = BOUNDS[fuzzer, bound]
+    changes = {file: ((bound, nothing),)}
+    if fuzzer == "codec":
+        result = asan.run(asan.fuzzer(changes=changes).path(), 1, cases, 60, levels[:1])
+    else:
+        result = asan.run(asan.fuzzer_of(fuzzer, changes).path(), 1, cases)
     assert result.returncode != 0
     # UBSan, which stops at the first place where it looks, may be before AddressSanitizer
     assert "AddressSanitizer" in result.stderr or "runtime error: index" in result.stderr, result.stdout + result.stderr

@@ -15,14 +15,9 @@ from builds import Binary, Change
 
 from ds_zipccl.kernels import build
 
-FLAGS = (
-    "-g1",
-    "-std=c++17",
-    "-fsanitize=address,undefined",
-    "-fno-sanitize-recover=all",
-    "-fno-omit-frame-pointer",
-    "-pthread",
-)
+SANITIZERS = ("-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-fno-omit-frame-pointer")
+FLAGS = ("-g1", "-std=c++17", "-pthread", *SANITIZERS)
+FOLDERS = {"csrc": build.CSRC, "fuzz": Path(__file__).parent}
 #: Up to here compiling with -O2 takes longer than it saves.
 SHORT_SECONDS = 120
 
@@ -35,22 +30,36 @@ def fuzzer(optimization: str = "-O0", changes: Mapping[str, tuple[Change, ...]] 
     codec = {f"csrc/{name}": flags for name, flags in build.CPU.objects}
     codec["csrc/cpu/rows/rows.cpp"] += (
         "-O2",
-    )  # where lambdas are inlined, memory that has gone out of scope is noticed
+    )  # lambdas are inlined there: memory that has gone out of scope is noticed
     return Binary(
         "fuzz",
-        {"csrc": build.CSRC, "fuzz": Path(__file__).parent},
+        FOLDERS,
         {"fuzz/fuzz.cpp": (), **codec},
         (optimization, *FLAGS),
         changes={f"csrc/{file}": changed for file, changed in (changes or {}).items()},
     )
 
 
-def run(fuzz: Path, seed: int, mutations: int, seconds: int, levels: Sequence[str]) -> subprocess.CompletedProcess[str]:
-    """Run the fuzzer once; status 0 and one line of counts if it found nothing."""
-    command = [str(fuzz), str(seed), str(mutations), str(seconds), *levels]
+def alone(codec: str) -> dict[str, tuple[str, ...]]:
+    """Sources of "lowrank" or "zfp" that link without the rest of the C++ kernels, and compile in seconds."""
+    return {f"csrc/cpu/lossy/{codec}.cpp": (), f"fuzz/{codec}_alone.cpp": ()}
+
+
+def fuzzer_of(codec: str, changes: Mapping[str, tuple[Change, ...]] | None = None) -> Binary:
+    """The fuzzer of a codec of :func:`alone`, with ``changes`` to files of csrc."""
+    changed = {f"csrc/{file}": change for file, change in (changes or {}).items()}
+    sources = {f"fuzz/fuzz_{codec}.cpp": (), **alone(codec)}
+    return Binary(f"fuzz_{codec}", FOLDERS, sources, ("-O1", "-ffp-contract=off", *FLAGS), changes=changed)
+
+
+def run(
+    fuzz: Path, seed: int, mutations: int, seconds: int | None = None, levels: Sequence[str] = ()
+) -> subprocess.CompletedProcess[str]:
+    """Run a fuzzer once; status 0 and one line of counts if it found nothing. The fuzzer of the whole codec takes seconds and levels."""
+    command = [str(fuzz), str(seed), str(mutations), *([] if seconds is None else [str(seconds)]), *levels]
     # No search for leaks: it needs ptrace, which containers forbid, and the codec allocates nothing.
     environment = {"ASAN_OPTIONS": "detect_leaks=0", "UBSAN_OPTIONS": "print_stacktrace=1"}
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=seconds + 300)
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=(seconds or 0) + 300)
 
 
 def main() -> None:

@@ -18,7 +18,7 @@ from pathlib import Path
 import corpus
 import numpy as np
 import torch
-from test_golden import CASES, FOLDER
+from test_golden import FOLDER, TENSORS
 
 from ds_zipccl import frame as framing
 from ds_zipccl.codecs import compress, region_hash
@@ -69,7 +69,7 @@ def of_frame(name: str, tensor: torch.Tensor, frame: bytes, code: str, base: tor
 
 def golden() -> Iterator[Case]:
     """The files of tests/golden that the kernels write: flat, coded, without a checksum."""
-    for name, (tensor, arguments) in CASES.items():
+    for name, (tensor, arguments) in TENSORS.items():
         if arguments.get("shaped", True) or arguments.get("codec") == "raw":
             continue
         code = str(arguments.get("codec", "cascade"))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import platform
 import shutil
+import struct
 import subprocess
 import sys
 from collections.abc import Callable
@@ -12,9 +13,11 @@ from functools import cache
 from pathlib import Path
 
 import arm_process
+import torch
 from builds import Binary
 from places import TESTS
 
+from ds_zipccl import frame as framing
 from ds_zipccl.kernels import build
 
 MACHINE = "aarch64"
@@ -98,6 +101,17 @@ def fuzzer_here() -> Binary:
         ("-O1", "-std=c++17"),
         ("-Wl,--no-as-needed", str(library), f"-Wl,-rpath,{library.parent}"),
     )
+
+
+def case(
+    words: torch.Tensor, base: torch.Tensor | None, frame: torch.Tensor, code: int, kept: int, wanted: torch.Tensor
+) -> bytes:
+    """A message, its frame, and the words that the frame gives, as a case of a file of cases (tests/fuzz/cases.h)."""
+    header = framing.parse(frame)
+    payload = frame[header.payload_at :]
+    numbers = framing.DTYPE_IDS[words.dtype], header.block, words.numel(), code, kept, base is not None, len(payload)
+    parts = [one.contiguous().view(-1).view(torch.uint8) for one in (words, base, payload, wanted) if one is not None]
+    return struct.pack("<7Q", *numbers) + b"".join(part.numpy().tobytes() for part in parts)
 
 
 def run(program: Path, *arguments: str, seconds: int) -> subprocess.CompletedProcess[str]:

@@ -49,9 +49,31 @@ def slot_bytes(numel: int, dtype: torch.dtype, block: int = 128) -> int:
 
 
 def changed(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor with some words changed a little."""
+    """The tensor with some words changed a little, or some bytes of a dtype that is no float of 16 or 32 bits."""
+    if tensor.dtype not in codecs.SUMMED_DTYPES:
+        moved = bits(tensor) + (words(torch.float32, tensor.nbytes, 7) > 1.5).byte()
+        return moved.view(tensor.dtype)
     moved = (tensor.float() * 1.01).to(tensor.dtype)
     return torch.where(words(torch.float32, tensor.numel(), 7) > 1, moved, tensor)
+
+
+def offsets(dtype: torch.dtype) -> range:
+    """Every distance, in elements, from a multiple of 16 bytes."""
+    return range(16 // dtype.itemsize)
+
+
+def at_offset(tensor: torch.Tensor, offset: int, device: torch.device, fill: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """A copy of ``tensor`` that many elements after a multiple of 16 bytes, and the memory around it, bytes of ``fill``."""
+    begin = 64 + offset * tensor.itemsize
+    memory = torch.full((begin + tensor.nbytes + 64,), fill, dtype=torch.uint8, device=device)
+    assert memory.data_ptr() % 16 == 0
+    memory[begin : begin + tensor.nbytes].copy_(tensor.view(torch.uint8))
+    return memory[begin : begin + tensor.nbytes].view(tensor.dtype), memory
+
+
+def assert_guarded(memory: torch.Tensor, inside: torch.Tensor) -> None:
+    begin = inside.data_ptr() - memory.data_ptr()
+    assert (memory[:begin] == GUARD).all() and (memory[begin + inside.nbytes :] == GUARD).all()
 
 
 class NoLauncher:

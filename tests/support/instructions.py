@@ -8,7 +8,6 @@ NEON for 16, and processors differ in how many they start in a cycle.
 from __future__ import annotations
 
 import platform
-import struct
 import subprocess
 import sys
 import tempfile
@@ -20,7 +19,6 @@ import torch
 from places import ROOT
 
 from ds_zipccl import codecs
-from ds_zipccl import frame as framing
 from ds_zipccl.cli.tables import Column, Table, write_json
 from ds_zipccl.kernels import build
 
@@ -47,13 +45,7 @@ def case(dtype: torch.dtype, share: float | None) -> bytes:
     if share is not None:
         base = (bits + (torch.rand(ELEMENTS, generator=draw) < share)).to(bits.dtype).view(dtype)
     frame = codecs.compress(words, "cascade" if base is None else "delta", base=base, shaped=False, checksum=False)
-    header = framing.parse(frame)
-    raw = [one.view(torch.uint8).numpy().tobytes() for one in (words, base, frame, words) if one is not None]
-    raw[-2] = raw[-2][header.payload_at :]
-    kind = 0 if base is None else 2
-    return struct.pack(
-        "<7Q", framing.DTYPE_IDS[dtype], header.block, ELEMENTS, kind, 0, base is not None, len(raw[-2])
-    ) + b"".join(raw)
+    return arm.case(words, base, frame, 0 if base is None else 2, 0, words)
 
 
 def programs() -> dict[str, Path]:
