@@ -62,21 +62,6 @@ def test_every_texture_agrees_with_the_document(route: str, name: str, texture: 
             assert _words(ds_zipccl.decompress(frame, route=route)) == words.tolist()
 
 
-@pytest.mark.parametrize("change", corpus.BASES)
-@pytest.mark.parametrize("name", corpus.SUMMED)
-def test_delta_frames_follow_the_document(route: str, name: str, change: str) -> None:
-    kind = corpus.FLOATS[name]
-    dtype = framing.DTYPE_IDS[kind.dtype]
-    for seed, numel in enumerate((1, 2, 7, 16, 17, 63, 64, 65, 100, 128, 129, 300, 17 * 128 + 5)):
-        words = corpus.mixed(numel, kind, 128, seed)
-        before = corpus.before(words, kind, 128, seed, (change,))
-        arguments = {"base": corpus.tensor(before, kind), "block": 128, "shaped": False, "checksum": False}
-        frame = ds_zipccl.compress(corpus.tensor(words, kind), "delta", route=route, **arguments)
-        wanted = from_format.encode(words.tolist(), dtype, 128, None, False, base=before.tolist())
-        assert frame.numpy().tobytes() == wanted, f"{numel} words"
-        assert from_format.decode(wanted, before.tolist())[2] == words.tolist()
-
-
 @pytest.mark.parametrize("name", corpus.SUMMED)
 def test_decoders_take_any_scale_of_changes(route: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The document leaves the top to the encoder: frames of other and earlier encoders are as good."""
