@@ -64,26 +64,6 @@ def test_every_module_but_those_for_deepspeed_is_imported(python: str) -> None:
     assert {name for name in wanted if not name.startswith("ds_zipccl.integration")} <= set(lines)
 
 
-CODEC = """
-import torch, ds_zipccl
-from ds_zipccl import kernels
-old = torch.randn(50_000).bfloat16()
-new = (old.float() * 1.001).bfloat16()
-frames = {}
-for route in ("native", "numba"):
-    frames[route] = [ds_zipccl.compress(new, codec, route=route) for codec in ("cascade", "wide", "raw")]
-    frames[route].append(ds_zipccl.compress(new, "delta", base=old, route=route))
-    for frame, base in zip(frames[route], (None, None, None, old)):
-        assert torch.equal(ds_zipccl.decompress(frame, base=base, route=route), new)
-assert all(torch.equal(*pair) for pair in zip(*frames.values()))
-print(*(name for name, reason in kernels.why().items() if not reason))
-"""
-
-
-def test_codecs(python: str) -> None:
-    assert run(python, "-c", CODEC).split() == ["native", "numba"]
-
-
 RANK = """
 import sys, torch, torch.distributed as dist
 from ds_zipccl import ZipcclConfig, comm

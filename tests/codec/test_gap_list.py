@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 import torch
 from corpus import assert_same_bits
-from hypothesis import strategies as st
 from test_frame import Raw
 
 import ds_zipccl
@@ -141,24 +140,6 @@ def test_sign_flips_and_the_farthest_words(route: str, name: str) -> None:
         other[np.setdiff1d(np.arange(500), places)] = one[np.setdiff1d(np.arange(500), places)]
         roundtrip(one, other, kind, 128, route)
         roundtrip(other, one, kind, 128, route)
-
-
-@st.composite
-def few_changes(draw: st.DrawFn) -> tuple[corpus.Float, int, np.ndarray, np.ndarray]:
-    """Words of every texture of which about a quarter or fewer change: single ones or runs, by little or by much."""
-    kind = draw(st.sampled_from(list(KINDS.values())))
-    block = draw(st.sampled_from(corpus.BLOCKS))
-    border = draw(st.sampled_from([0, block, corpus.CHUNK_BLOCKS * 128, 2 * corpus.CHUNK_BLOCKS * 128]))
-    numel = max(1, border + draw(st.integers(-17, 70)))
-    seed = draw(st.integers(0, 9999))
-    words = corpus.mixed(numel, kind, block, seed)
-    count = min(numel, draw(st.integers(0, 8) | st.integers(0, numel // 3 + 1)))
-    places = corpus.some_places(numel, count, seed, draw(st.sampled_from([1, 1, 2, 5, 60])))
-    units = corpus.changes(len(places), seed, draw(st.sampled_from([1, 2, 6, 40])))
-    base = corpus.moved(words, kind, places, units)
-    far = places[: draw(st.integers(0, len(places)))]
-    base[far] = corpus.random_words(len(far), kind, seed + 1) if draw(st.booleans()) else base[far]
-    return kind, block, words, base
 
 
 # --- sizes

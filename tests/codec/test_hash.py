@@ -72,11 +72,8 @@ def test_routes_agree_with_the_definition() -> None:
 def test_threads_change_nothing() -> None:
     data = corpus.hashes(700_001, 8).view(np.uint8)[:-3]
     one = of(data)
-    torch.set_num_threads(3)
-    try:
+    with corpus.threads(3):
         assert of(data) == one
-    finally:
-        torch.set_num_threads(1)
 
 
 @pytest.mark.parametrize("texture", ["bell", "zeros", "constant"])
@@ -106,8 +103,6 @@ def test_what_is_hashed() -> None:
     assert region_hash(tensor) == region_hash(tensor.view(-1)) == region_hash(tensor.view(torch.bfloat16))
     with pytest.raises(TypeError, match="contiguous tensor, got strides"):
         region_hash(tensor.t())
-    with pytest.raises(TypeError, match="dense tensor on cpu or cuda"):
-        region_hash(tensor.to("meta"))
 
 
 def test_made_collisions_end_with_a_key(route: str) -> None:

@@ -114,9 +114,6 @@ def test_a_folder_of_ones_own_is_made_private(tmp_path: Path, monkeypatch: pytes
 def test_below_a_sticky_folder(shared: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert placed(monkeypatch, shared) == shared / "ds_zipccl"
     assert (shared / "ds_zipccl").stat().st_mode & 0o777 == 0o700
-
-
-def test_tmp_passes() -> None:
     with tempfile.TemporaryDirectory(dir="/tmp") as folder:
         assert trust.claim(Path(folder).resolve()) == ""
 
