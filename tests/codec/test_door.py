@@ -189,13 +189,8 @@ def test_modes_and_subclasses_with_data_are_taken() -> None:
     class Named(torch.Tensor):
         pass
 
-    for words in (
-        WORDS.as_subclass(Named),
-        torch.nn.Parameter(WORDS.clone()),
-        WORDS.expand(3, 5000),
-        WORDS[5:5],
-        WORDS[::7],
-    ):
+    weight = torch.nn.Parameter(WORDS.clone())
+    for words in (WORDS.as_subclass(Named), weight, WORDS.expand(3, 5000), WORDS[5:5], WORDS[::7]):
         for mode in (Logged(), FakeTensorMode()):
             with mode:
                 frame = ds_zipccl.compress(words)

@@ -30,22 +30,8 @@ FORMAT = (Path(ds_zipccl.__file__).parent / "FORMAT.md").read_text()
 def _documented(name: str, block: int) -> list[tuple[np.ndarray, tuple[int, ...] | None, str, bytes]]:
     """Words of every length and texture, a shape, a code, and the document's frame; with a shape is a checksum."""
     kind = corpus.FLOATS[name]
-    sizes = (
-        0,
-        1,
-        2,
-        3,
-        4,
-        7,
-        9,
-        31,
-        64,
-        block - 1,
-        block,
-        block + 1,
-        5 * block + 17,
-        (18 if block == 128 else 9) * block,
-    )
+    sizes = [0, 1, 2, 3, 4, 7, 9, 31, 64, block - 1, block, block + 1, 5 * block + 17]
+    sizes.append(17 * 128 + 5 if block == 128 else 9 * block)
     cases = [corpus.mixed(numel, kind, block, seed) for seed, numel in enumerate(sizes)]
     if block == 128:
         for texture in corpus.TEXTURES.values():

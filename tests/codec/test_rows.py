@@ -281,12 +281,7 @@ def test_wrong_arguments() -> None:
     sent = send(words, 30, [600], "auto")
     begin, end, frame = sent.frames[1]
     out = torch.empty(1200, dtype=torch.bfloat16)
-    for wrong in (
-        out[: begin - 1],
-        torch.empty(600, dtype=torch.bfloat16),
-        out[:begin].view(torch.int16),
-        out[:begin][::2],
-    ):
+    for wrong in (out[: begin - 1], out[:begin].clone(), out[:begin].view(torch.int16), out[:begin][::2]):
         with pytest.raises(TypeError, match="earlier must be a contiguous tensor"):
             codecs.decompress(frame, out[begin:end], earlier=wrong)
     with pytest.raises(ds_zipccl.FrameError) as caught:  # a history that is not there

@@ -161,16 +161,9 @@ def repeats_of(segment: list[int], width: int) -> Sources:
 
 
 def encode(
-    segment: list[int],
-    begin: int,
-    end: int,
-    width: int,
-    dtype: int,
-    block: int,
-    code: str,
-    scaled: dict[int, tuple[int, int]],
-    rounded: int = 0,
-) -> bytes:
+    segment: list[int], begin: int, end: int, width: int, dtype: int, block: int, code: str,
+    scaled: dict[int, tuple[int, int]], rounded: int = 0,
+) -> bytes:  # fmt: skip
     """The row frame of elements ``begin`` to ``end`` of a segment whose rows begin at element 0.
 
     Args:

@@ -29,17 +29,9 @@ CODECS: tuple[LossyCodec, ...] = tuple(
     codec for codec in (Round(3), Round(1), TacoFp8(), Int(6, 32), Zfp(8)) if type(codec) in LOSSY_SPECS
 )
 NAMES = (
-    "all_reduce",
-    "all_reduce_coalesced",
-    "reduce",
-    "reduce_scatter",
-    "reduce_scatter_tensor",
-    "reduce_to_owners",
-    "all_to_all",
-    "all_to_all_single",
-    "all_gather",
-    "all_gather_into_tensor",
-)
+    "all_reduce", "all_reduce_coalesced", "reduce", "reduce_scatter", "reduce_scatter_tensor", "reduce_to_owners",
+    "all_to_all", "all_to_all_single", "all_gather", "all_gather_into_tensor",
+)  # fmt: skip
 
 
 def api(lossy: LossyCodec | None, config: ZipcclConfig = CODED, **settings: Any) -> SimpleNamespace:
@@ -177,16 +169,9 @@ def to_several_owners(calls: Any, everyone: Parts, rank: int, codec: LossyCodec,
 
 
 SUMS: tuple[Callable[..., Any], ...] = (
-    all_reduce,
-    all_reduce_coalesced,
-    all_reduce_strided,
-    reduce,
-    reduce_scatter_tensor,
-    reduce_scatter_in_place,
-    reduce_scatter,
-    to_owners,
-    to_several_owners,
-)
+    all_reduce, all_reduce_coalesced, all_reduce_strided, reduce, reduce_scatter_tensor, reduce_scatter_in_place,
+    reduce_scatter, to_owners, to_several_owners,
+)  # fmt: skip
 
 
 def gather(calls: Any, everyone: Parts, rank: int, codec: LossyCodec, op: Any, later: bool) -> Any:
