@@ -115,7 +115,7 @@ def test_segments_are_frames_of_their_own(route: str, codec: LossyCodec) -> None
 @each_codec
 def test_cuts_threads_and_flushed_denormals_change_nothing(route: str, codec: LossyCodec, name: str) -> None:
     """Values up to the cut are ordinary ones and zeros, those behind it are denormals."""
-    cut, tail = (1 << 19, 5077) if route == "native" else (2048, 77)
+    cut, tail = (3 << 19, 5077) if route == "native" else (2048, 77)  # a thread takes 1 MiB or more
     words = torch.cat((gaussian(cut), gaussian(tail) * (2.0**-13 if name == "fp16" else 2.0**-135))).to(DTYPES[name])
     words[:cut].view(-1, 2048)[::3, :600] = 0
     frame, kept = codecs.compress(words, codec, lossy=True, route=route), codecs.project(words, codec, route=route)
@@ -127,6 +127,24 @@ def test_cuts_threads_and_flushed_denormals_change_nothing(route: str, codec: Lo
     assert torch.equal(again, frame)
     assert_same_bits(projected, kept)
     assert_same_bits(decoded, kept)
+
+
+#: Relative L2 error on a Gaussian.
+ERRORS = {
+    Round(3): 0.0265, TacoFp8(128, False): 0.0265, TacoFp8(128): 0.0265, Int(8, 128): 0.0065, Int(6, 128): 0.0266, Int(4, 128): 0.118,
+    Zfp(8): 5.5e-2, Zfp(12): 3.4e-3, Zfp(16): 2.1e-4,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("codec", ERRORS, ids=str)
+def test_error_bias_and_gain(codec: LossyCodec) -> None:
+    x = gaussian(1 << 19)
+    kept, x = codecs.project(x, codec).double(), x.double()
+    error = (kept - x).norm() / x.norm()
+    assert error == pytest.approx(ERRORS[codec], rel=0.02)
+    if codec != Zfp(8):
+        assert (kept - x).mean().abs() <= 1e-3 * x.square().mean().sqrt()
+        assert abs((kept * x).sum() / x.square().sum() - 1) < 2e-3
 
 
 @each_codec

@@ -15,6 +15,7 @@ import from_format_lowrank
 import from_format_scaled
 import numpy as np
 import pytest
+import test_lossy_codecs
 import test_lowrank
 import test_refused_rows_and_lossy
 import test_rounded
@@ -35,7 +36,7 @@ from ds_zipccl.kernels import build
 from ds_zipccl.kernels.cpp.backend import CppBackend
 from ds_zipccl.kernels.cpp.interface import SIGNATURES
 from ds_zipccl.kernels.protocol import ScaledCodec
-from ds_zipccl.lossy import Int
+from ds_zipccl.lossy import Int, Zfp
 
 #: The C++ route, whatever functions a test takes.
 Good = Any
@@ -211,7 +212,7 @@ WRONG: dict[str, tuple[dict[str, Callable[..., Any]], Sequence[Callable[[], None
     ),
     "predictions by floating point": (
         {"predict_rows": nearest},
-        [lambda: test_row_kernels.test_predictions_from_every_word_of_16_bits("native", "bf16")],
+        [lambda: test_row_kernels.test_predictions_from_every_word("native", "bf16")],
     ),
     "factors in float32": (
         {"row_factors": lanes_of_16},
@@ -219,7 +220,7 @@ WRONG: dict[str, tuple[dict[str, Callable[..., Any]], Sequence[Callable[[], None
     ),
     "no 2^-group_log2": (
         {"decode_scaled": without_factor},
-        [lambda: test_scaled.test_transform_and_inverse_give_small_integers_back("native", 128)],
+        [lambda: test_scaled.test_hadamard_identities("native", 128)],
     ),
     "an absolute epsilon": (
         {"encode_scaled": with_epsilon},
@@ -315,7 +316,7 @@ def test_another_order_of_strides_is_noticed(monkeypatch: pytest.MonkeyPatch) ->
     """The identities hold in any order; the bytes of the document do not."""
 
     def check() -> None:
-        test_scaled.test_the_order_of_strides_shows_in_the_codes("native")
+        test_scaled.test_frames_follow_the_document("native", "e4m3 hadamard", "fp32")
 
     check()
     x = np.arange(128, dtype=np.float32)
@@ -466,15 +467,15 @@ def _extremes() -> None:
 
 
 def _projections() -> None:
-    test_zfp.test_every_frame_decodes_to_the_projection("auto", torch.float16)
+    test_lossy_codecs.test_every_frame_decodes_to_the_projection("auto", Zfp(6), "fp16")
 
 
 def _sums() -> None:
-    test_zfp.test_sums_are_those_of_the_words("auto", torch.bfloat16, True)
+    test_lossy_codecs.test_added_values_are_the_decoded_ones("auto", Zfp(6), "bf16")
 
 
 def _threads() -> None:
-    test_zfp.test_threads_and_flushed_denormals_change_nothing(torch.bfloat16)
+    test_lossy_codecs.test_cuts_threads_and_flushed_denormals_change_nothing("native", Zfp(6), "bf16")
 
 
 LOWRANK, PRODUCTS = "cpu/lossy/lowrank.h", "cpu/lossy/lowrank.cpp"

@@ -199,24 +199,7 @@ def test_scaled_input_has_the_same_codes(route: str, codec: TacoFp8 | Int) -> No
         assert torch.equal(scaled.int(), scales.int() + step), j
 
 
-# --- errors and sizes
-
-#: Relative L2 error on a Gaussian.
-ERRORS = {
-    "e4m3": 0.0265, "e4m3 hadamard": 0.0265, "int8": 0.0065, "int6": 0.0266, "int4": 0.118,
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", ERRORS)
-def test_error_bias_and_gain(name: str) -> None:
-    known = CODECS | {"int6": Int(6, 128), "int4": Int(4, 128)}
-    x = gaussian(1 << 19)
-    kept = codecs.project(x, known[name]).double()
-    x = x.double()
-    error = ((kept - x).square().sum() / x.square().sum()).sqrt()
-    assert abs(error / ERRORS[name] - 1) < 0.02, error
-    assert (kept - x).mean().abs() <= 1e-3 * x.square().mean().sqrt()
-    assert abs((kept * x).sum() / x.square().sum() - 1) < 2e-3
+# --- sizes
 
 
 @pytest.mark.parametrize("numel", [1 << 14, (1 << 14) + 5])
