@@ -47,6 +47,10 @@ def report(*broken: str) -> str:
     return f"<testsuites><testsuite>{''.join(cases)}</testsuite></testsuites>"
 
 
+NO_MOE = report("tests/integration/test_moe.py")
+PLAIN_MOE = NO_MOE.replace("[rank0]:  File x", f"{matrix.PLAIN}: rank0: status 1")
+
+
 class Installer:
     """Answers in place of uv, the probe and pytest; pytest leaves ``text`` as its report."""
 
@@ -106,13 +110,8 @@ def test_a_green_row(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "fails", "outcome", "reason"),
     [
-        (report("tests/integration/test_moe.py"), "", "red", "MoE: test_x: [rank0]: AttributeError: no y"),
-        (
-            report("tests/integration/test_moe.py").replace("[rank0]:  File x", f"{matrix.PLAIN}: rank0: status 1"),
-            "",
-            "red",
-            "MoE: test_x: without ds_zipccl: [rank0]: AttributeError: no y",
-        ),
+        (NO_MOE, "", "red", "MoE: test_x: [rank0]: AttributeError: no y"),
+        (PLAIN_MOE, "", "red", "MoE: test_x: without ds_zipccl: [rank0]: AttributeError: no y"),
         (report().replace("</testcase>", "<skipped/></testcase>"), "", "red", "the core set: "),
         ("", "", "red", "the core set: "),
         (report(), "hooks_found", "red", "ds_zipccl: no such release"),
@@ -174,9 +173,7 @@ def test_the_span_of_versions() -> None:
 
 def test_the_table_of_the_documentation(tmp_path: Path) -> None:
     rows = []
-    for number, (text, fails) in enumerate(
-        ((report(), ""), (report("tests/integration/test_moe.py"), ""), ("", "venv"), ("", ""))
-    ):
+    for number, (text, fails) in enumerate(((report(), ""), (NO_MOE, ""), ("", "venv"), ("", ""))):
         (tmp_path / str(number)).mkdir()
         rows.append(measured(tmp_path / str(number), text, fails))
     shown = pages.matrix(rows)

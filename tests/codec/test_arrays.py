@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -33,8 +34,8 @@ class Other:
         return {"data": (self.tensor.data_ptr(), not self.writable)}
 
     @property
-    def ptr(self) -> int:
-        return self.tensor.data_ptr()
+    def data(self) -> SimpleNamespace:
+        return SimpleNamespace(ptr=self.tensor.data_ptr())
 
     def __array_namespace__(self) -> type:
         return OtherLibrary
@@ -67,13 +68,7 @@ def values(numel: int = 4000) -> torch.Tensor:
 
 
 def pointer(array: Any) -> int:
-    return (
-        array.ctypes.data
-        if isinstance(array, np.ndarray)
-        else array.ptr
-        if isinstance(array, Other)
-        else array.data.ptr
-    )
+    return array.ctypes.data if isinstance(array, np.ndarray) else array.data.ptr
 
 
 def tensor_of(array: Any) -> torch.Tensor:

@@ -189,13 +189,8 @@ def test_modes_and_subclasses_with_data_are_taken() -> None:
     class Named(torch.Tensor):
         pass
 
-    for words in (
-        WORDS.as_subclass(Named),
-        torch.nn.Parameter(WORDS.clone()),
-        WORDS.expand(3, 5000),
-        WORDS[5:5],
-        WORDS[::7],
-    ):
+    weight = torch.nn.Parameter(WORDS.clone())
+    for words in (WORDS.as_subclass(Named), weight, WORDS.expand(3, 5000), WORDS[5:5], WORDS[::7]):
         for mode in (Logged(), FakeTensorMode()):
             with mode:
                 frame = ds_zipccl.compress(words)
@@ -205,32 +200,25 @@ def test_modes_and_subclasses_with_data_are_taken() -> None:
 # --- writes that autograd sees
 
 
-def written_by_decompress(out: torch.Tensor) -> torch.Tensor:
-    return ds_zipccl.decompress(ds_zipccl.compress(torch.full(out.shape, 5.0)), out)
-
-
-def written_by_copy(out: torch.Tensor) -> torch.Tensor:
-    return out.copy_(torch.full(out.shape, 5.0))
-
-
-def added_by_decompress(out: torch.Tensor) -> torch.Tensor:
-    return ds_zipccl.decompress_add(ds_zipccl.compress(torch.full(out.shape, 5.0)), out)
-
-
-def added_by_torch(out: torch.Tensor) -> torch.Tensor:
-    return out.add_(torch.full(out.shape, 5.0))
-
-
-def projected(out: torch.Tensor) -> torch.Tensor:
-    return codecs.project(torch.full(out.shape, 5.0), Round(3), out=out)
+def fives(out: torch.Tensor) -> torch.Tensor:
+    return torch.full(out.shape, 5.0)
 
 
 #: What writes in place, and torch's call of the same meaning.
-WRITES = [(written_by_decompress, written_by_copy), (added_by_decompress, added_by_torch), (projected, written_by_copy)]
+WRITES: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], Callable[[torch.Tensor], torch.Tensor]]] = {
+    "decompress": (
+        lambda out: ds_zipccl.decompress(ds_zipccl.compress(fives(out)), out), lambda out: out.copy_(fives(out)),
+    ),
+    "decompress_add": (
+        lambda out: ds_zipccl.decompress_add(ds_zipccl.compress(fives(out)), out), lambda out: out.add_(fives(out)),
+    ),
+    "project": (lambda out: codecs.project(fives(out), Round(3), out=out), lambda out: out.copy_(fives(out))),
+}  # fmt: skip
+each_write = pytest.mark.parametrize(("write", "like"), WRITES.values(), ids=list(WRITES))
 
 
-@pytest.mark.parametrize("write", [write for write, _ in WRITES])
-def test_saved_tensors_that_are_overwritten(write: Callable[[torch.Tensor], torch.Tensor]) -> None:
+@each_write
+def test_saved_tensors_that_are_overwritten(write: Any, like: Any) -> None:
     weight, saved = torch.randn(64, 64, requires_grad=True), torch.ones(64, 64)
     loss, view = (weight * saved).sum(), saved[3:9]
     before = saved._version
@@ -241,7 +229,7 @@ def test_saved_tensors_that_are_overwritten(write: Callable[[torch.Tensor], torc
         loss.backward()
 
 
-@pytest.mark.parametrize(("write", "like"), WRITES)
+@each_write
 def test_outputs_that_require_grad(write: Any, like: Any) -> None:
     def refusal(call: Any, out: torch.Tensor) -> str:
         with pytest.raises(RuntimeError) as caught:
@@ -255,14 +243,14 @@ def test_outputs_that_require_grad(write: Any, like: Any) -> None:
         said = refusal(write, out)
         assert not out.any()
         wanted = refusal(like, out)
-        assert said == wanted or write is added_by_decompress  # which names a view
+        assert said == wanted or write is WRITES["decompress_add"][0]  # which names a view
     with torch.no_grad():
         assert bool((write(torch.zeros(4, 4, requires_grad=True)) == 5).all())
     with torch.inference_mode():
         assert bool((write(torch.zeros(4, 4)) == 5).all())
 
 
-@pytest.mark.parametrize(("write", "like"), WRITES)
+@each_write
 def test_gradients_through_outputs(write: Any, like: Any) -> None:
     """The values of a computed tensor are replaced, and so is its gradient; a sum with a constant passes the gradient on."""
     grads = []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -25,56 +26,35 @@ LOSSY = {kind.__name__: kind for kind in LOSSY_CODECS.values()}
 FORMAT = (Path(ds_zipccl.__file__).parent / "FORMAT.md").read_text()
 
 
-def _words(tensor: torch.Tensor) -> list[int]:
-    word = {1: np.uint8, 2: np.uint16, 4: np.uint32}[tensor.dtype.itemsize]
-    return tensor.reshape(-1).view(torch.uint8).numpy().view(word).tolist()
+@cache
+def _documented(name: str, block: int) -> list[tuple[np.ndarray, tuple[int, ...] | None, str, bytes]]:
+    """Words of every length and texture, a shape, a code, and the document's frame; with a shape is a checksum."""
+    kind = corpus.FLOATS[name]
+    sizes = [0, 1, 2, 3, 4, 7, 9, 31, 64, block - 1, block, block + 1, 5 * block + 17]
+    sizes.append(17 * 128 + 5 if block == 128 else 9 * block)
+    cases = [corpus.mixed(numel, kind, block, seed) for seed, numel in enumerate(sizes)]
+    if block == 128:
+        for texture in corpus.TEXTURES.values():
+            cases += [texture(numel, kind, seed) for seed, numel in enumerate((128, 128, 1, 2, 5, 8, 16, 17, 40, 100))]
+    found = []
+    for words in cases:
+        for shape, code in ((None, "cascade"), ((len(words), 1), "wide")):
+            dtype = framing.DTYPE_IDS[kind.dtype]
+            wanted = from_format.encode(words.tolist(), dtype, block, shape, shape is not None, code)
+            assert from_format.decode(wanted) == (dtype, shape, words.tolist())
+            found.append((words, shape, code, wanted))
+    return found
 
 
 @pytest.mark.parametrize("block", corpus.BLOCKS)
 @pytest.mark.parametrize("name", corpus.FLOATS)
 def test_a_codec_written_from_the_document_agrees(route: str, name: str, block: int) -> None:
-    kind = corpus.FLOATS[name]
-    dtype = framing.DTYPE_IDS[kind.dtype]
-    sizes = (0, 1, 2, 3, 4, 7, 9, 31, 64, block - 1, block, block + 1, 5 * block + 17)
-    for seed, numel in enumerate((*sizes, 17 * 128 + 5 if block == 128 else 9 * block)):
-        words = corpus.mixed(numel, kind, block, seed)
-        tensor = corpus.tensor(words, kind)
-        for shape, checksum, code in ((None, False, "cascade"), ((numel, 1), True, "wide")):
-            shaped = tensor if shape is None else tensor.view(shape)
-            arguments = {"block": block, "shaped": shape is not None, "checksum": checksum, "route": route}
-            frame = ds_zipccl.compress(shaped, code, **arguments)
-            wanted = from_format.encode(words.tolist(), dtype, block, shape, checksum, code)
-            assert frame.numpy().tobytes() == wanted, f"{numel} words, seed {seed}"
-            assert from_format.decode(wanted) == (dtype, shape, words.tolist())
-
-
-@pytest.mark.parametrize("texture", corpus.TEXTURES)
-@pytest.mark.parametrize("name", corpus.FLOATS)
-def test_every_texture_agrees_with_the_document(route: str, name: str, texture: str) -> None:
-    kind = corpus.FLOATS[name]
-    dtype = framing.DTYPE_IDS[kind.dtype]
-    for seed, numel in enumerate((128, 128, 1, 2, 5, 8, 16, 17, 40, 100)):
-        words = corpus.TEXTURES[texture](numel, kind, seed)
-        for code in corpus.CODES:
-            arguments = {"block": 128, "shaped": False, "checksum": False, "route": route}
-            frame = ds_zipccl.compress(corpus.tensor(words, kind), code, **arguments)
-            assert frame.numpy().tobytes() == from_format.encode(words.tolist(), dtype, 128, None, False, code)
-            assert _words(ds_zipccl.decompress(frame, route=route)) == words.tolist()
-
-
-@pytest.mark.parametrize("change", corpus.BASES)
-@pytest.mark.parametrize("name", corpus.SUMMED)
-def test_delta_frames_follow_the_document(route: str, name: str, change: str) -> None:
-    kind = corpus.FLOATS[name]
-    dtype = framing.DTYPE_IDS[kind.dtype]
-    for seed, numel in enumerate((1, 2, 7, 16, 17, 63, 64, 65, 100, 128, 129, 300, 17 * 128 + 5)):
-        words = corpus.mixed(numel, kind, 128, seed)
-        before = corpus.before(words, kind, 128, seed, (change,))
-        arguments = {"base": corpus.tensor(before, kind), "block": 128, "shaped": False, "checksum": False}
-        frame = ds_zipccl.compress(corpus.tensor(words, kind), "delta", route=route, **arguments)
-        wanted = from_format.encode(words.tolist(), dtype, 128, None, False, base=before.tolist())
-        assert frame.numpy().tobytes() == wanted, f"{numel} words"
-        assert from_format.decode(wanted, before.tolist())[2] == words.tolist()
+    for at, (words, shape, code, wanted) in enumerate(_documented(name, block)):
+        tensor, whole = corpus.tensor(words, corpus.FLOATS[name]), shape is not None
+        tensor = tensor if shape is None else tensor.view(shape)
+        frame = ds_zipccl.compress(tensor, code, block=block, shaped=whole, checksum=whole, route=route)
+        assert frame.numpy().tobytes() == wanted, f"case {at}: {len(words)} words"
+        corpus.assert_same_bits(ds_zipccl.decompress(frame, route=route), tensor)
 
 
 @pytest.mark.parametrize("name", corpus.SUMMED)

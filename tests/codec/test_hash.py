@@ -56,27 +56,20 @@ def test_values_of_the_document(route: str) -> None:
 def test_routes_agree_with_the_definition() -> None:
     noise = corpus.hashes(38_000, 3).view(np.uint8)
     for size in (*range(70), 127, 1023, 1024, 1025, 65_536, 65_543, 300_001):
-        for start in (0, 1, 5):
+        for start in (0, 1, 5) if size < 2000 else (1,):
             data = noise[start : start + size]
-            wanted = by_the_document(data.tobytes())
-            keyed = by_the_document(data.tobytes(), (3, 1 << 63)) if size < 2000 else None
-            for variant in variants.usable():
-                with variant.in_use() as route:
-                    assert of(data, route) == wanted, f"{variant}, {size} bytes"
-                    if keyed is not None:
-                        assert of(data, route, struct.pack("<QQ", 3, 1 << 63)) == keyed, (
-                            f"{variant}, {size} bytes, with a key"
-                        )
+            for key in ((0, 0), (3, 1 << 63))[: 1 + (size < 2000)]:
+                wanted = by_the_document(data.tobytes(), key)
+                for variant in variants.usable():
+                    with variant.in_use() as route:
+                        assert of(data, route, struct.pack("<QQ", *key)) == wanted, f"{variant}, {size} bytes, {key}"
 
 
 def test_threads_change_nothing() -> None:
     data = corpus.hashes(700_001, 8).view(np.uint8)[:-3]
     one = of(data)
-    torch.set_num_threads(3)
-    try:
+    with corpus.threads(3):
         assert of(data) == one
-    finally:
-        torch.set_num_threads(1)
 
 
 @pytest.mark.parametrize("texture", ["bell", "zeros", "constant"])
@@ -106,8 +99,6 @@ def test_what_is_hashed() -> None:
     assert region_hash(tensor) == region_hash(tensor.view(-1)) == region_hash(tensor.view(torch.bfloat16))
     with pytest.raises(TypeError, match="contiguous tensor, got strides"):
         region_hash(tensor.t())
-    with pytest.raises(TypeError, match="dense tensor on cpu or cuda"):
-        region_hash(tensor.to("meta"))
 
 
 def test_made_collisions_end_with_a_key(route: str) -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
+
 import corpus
 import from_format_lowrank
 import pytest
 import torch
 import variants
-from corpus import assert_same_bits
+from corpus import assert_same_bits, words_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -38,10 +40,6 @@ def factors(rows: int, columns: int, rank: int, seed: int = 0, scale: float = 1.
 
 def frame_of(p: torch.Tensor, q: torch.Tensor, dtype: torch.dtype, route: str = "auto", **more: object) -> torch.Tensor:
     return lowrank.compress_factors(p, q, dtype, checksum=False, block=128, route=route, **more)
-
-
-def words_of(tensor: torch.Tensor) -> list[int]:
-    return tensor.reshape(-1).view(torch.uint8).numpy().view(f"u{tensor.itemsize}").tolist()
 
 
 #: Matrices like the gradients of activations: so many directions with these strengths, the same ones in every micro-batch, turned a little.
@@ -123,19 +121,13 @@ def test_threads_and_flushed_denormals_change_no_product() -> None:
     q[:60] *= 2.0**-136
     wanted = lowrank.product(p, q, torch.empty(700, 1500))
     assert bool((wanted.abs() < torch.finfo(torch.float32).tiny).logical_and(wanted != 0).any()), "subnormal values"
-    threads = torch.get_num_threads()
-    try:
-        for count in (1, 3):
-            torch.set_num_threads(count)
-            for flush in (False, True):
-                for variant in variants.usable(variants.CPP):
-                    with variant.in_use() as route, flushing(flush):
-                        found = lowrank.product(p, q, torch.empty(700, 1500), route=route)
-                        decoded = decompress(frame_of(p, q, torch.float32), route=route)
-                    assert_same_bits(found, wanted)
-                    assert_same_bits(decoded.view(700, 1500), wanted)
-    finally:
-        torch.set_num_threads(threads)
+    for threads, flush in itertools.product((1, 3), (False, True)):
+        for variant in variants.usable(variants.CPP):
+            with corpus.threads(threads), variant.in_use() as route, flushing(flush):
+                found = lowrank.product(p, q, torch.empty(700, 1500), route=route)
+                decoded = decompress(frame_of(p, q, torch.float32), route=route)
+            assert_same_bits(found, wanted)
+            assert_same_bits(decoded.view(700, 1500), wanted)
 
 
 @settings(max_examples=40, deadline=None)

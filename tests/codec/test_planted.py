@@ -20,6 +20,7 @@ import test_format
 import test_fuzz
 import test_gap_list
 import test_golden
+import test_lossy_codecs
 import test_lowrank
 import test_refused
 import test_rounded
@@ -40,7 +41,7 @@ from ds_zipccl.kernels import build
 from ds_zipccl.kernels.cpp.backend import CppBackend
 from ds_zipccl.kernels.cpp.interface import SIGNATURES
 from ds_zipccl.kernels.protocol import ScaledCodec
-from ds_zipccl.lossy import Int
+from ds_zipccl.lossy import Int, Zfp
 
 #: The C++ route, whatever functions a test takes.
 Good = Any
@@ -225,13 +226,13 @@ WRONG: dict[str, tuple[dict[str, Callable[..., Any]], Sequence[Check]]] = {
         {"decode_rounded_rows": next_block}, [calls(test_rows.test_rounded_literals_of_two_trims, ("native",))],
     ),
     "predictions by floating point": (
-        {"predict_rows": nearest}, [calls(test_row_kernels.test_predictions_from_every_word_of_16_bits, ("native", "bf16"))],
+        {"predict_rows": nearest}, [calls(test_row_kernels.test_predictions_from_every_word, ("native", "bf16"))],
     ),
     "factors in float32": (
         {"row_factors": lanes_of_16}, [calls(test_row_kernels.test_factors_are_those_of_32_lanes, ("native", "fp32", 257))],
     ),
     "no 2^-group_log2": (
-        {"decode_scaled": without_factor}, [calls(test_scaled.test_transform_and_inverse_give_small_integers_back, ("native", 128))],
+        {"decode_scaled": without_factor}, [calls(test_scaled.test_hadamard_identities, ("native", 128))],
     ),
     "an absolute epsilon": (
         {"encode_scaled": with_epsilon},
@@ -335,7 +336,7 @@ def _strides() -> None:
     """The identities hold in any order; the bytes of the document do not."""
     x = np.arange(128, dtype=np.float32)
     assert np.array_equal(_downwards(x), from_format_scaled.hadamard(x))
-    test_scaled.test_the_order_of_strides_shows_in_the_codes("native")
+    test_scaled.test_frames_follow_the_document("native", "e4m3 hadamard", "fp32")
 
 
 SOURCE, REPEAT = "a source in front of the history", "a repeat of a repeat"
@@ -410,9 +411,9 @@ STREAMS = calls(test_zfp.test_streams_of_the_reference_library, ("auto",))
 NUMBERS = calls(test_zfp.test_a_codec_written_from_the_document_agrees, *(("auto", dtype) for dtype in test_zfp.DTYPES))
 NOT_FINITE = calls(test_zfp.test_nothing_that_is_not_finite_disappears, ("auto", torch.bfloat16, torch.inf))
 EXTREMES = calls(test_zfp.test_extreme_blocks, ("auto", torch.float16), ("auto", torch.float32))
-PROJECTIONS = calls(test_zfp.test_every_frame_decodes_to_the_projection, ("auto", torch.float16))
-SUMS = calls(test_zfp.test_sums_are_those_of_the_words, ("auto", torch.bfloat16, True))
-THREADS = calls(test_zfp.test_threads_and_flushed_denormals_change_nothing, (torch.bfloat16,))
+PROJECTIONS = calls(test_lossy_codecs.test_every_frame_decodes_to_the_projection, ("auto", Zfp(6), "fp16"))
+SUMS = calls(test_lossy_codecs.test_added_values_are_the_decoded_ones, ("auto", Zfp(6), "bf16"))
+THREADS = calls(test_lossy_codecs.test_cuts_threads_and_flushed_denormals_change_nothing, ("native", Zfp(6), "bf16"))
 
 CHANGES, MATRIX, LOWRANK = "cpu/delta/change_encode.h", "cpu/lossy/lowrank.h", "cpu/lossy/lowrank.cpp"
 LATER = "sums[i][v] = sums[i][v] + p[uint64_t(i) * rank + k] * q[v];"

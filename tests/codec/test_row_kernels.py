@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
+import subprocess
+from collections.abc import Mapping
+from pathlib import Path
+
+import asan
 import corpus
 import from_format_rows
 import numpy as np
 import pytest
+import tiers
 import torch
 import variants
+from builds import Binary, Change
 from corpus import assert_same_bits
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
-from ds_zipccl import kernels
+from ds_zipccl import codecs, kernels
+from ds_zipccl.codecs import rows as row_map
+from ds_zipccl.frame import FrameError
+from ds_zipccl.kernels import build
+from ds_zipccl.kernels.cpp import backend
 
 route = variants.each(variants.COMPILED)
 FLOATS = corpus.SUMMED
@@ -47,37 +56,6 @@ def wanted(data: np.ndarray, row_bytes: int) -> list[int]:
     first: dict[bytes, int] = {}
     rows = [data[at : at + row_bytes].tobytes() for at in range(0, len(data) // row_bytes * row_bytes, row_bytes)]
     return [first.setdefault(row, number) for number, row in enumerate(rows)]
-
-
-@st.composite
-def segments(draw: st.DrawFn) -> tuple[np.ndarray, int, list[int]]:
-    """Bytes, bytes of a row, and where calls end. Rows repeat, are constant, or differ in one byte anywhere from others."""
-    row_bytes = draw(st.sampled_from([1, 2, 7, 8, 9, 16, 63, 64, 65, 100, 127, 128, 256, 300, 514, 2048]))
-    count = draw(st.integers(0, 90))
-    kinds = draw(st.lists(st.sampled_from(["pool", "zeros", "one byte", "near", "fresh"]), min_size=1, max_size=4))
-    rng = np.random.default_rng(draw(st.integers(0, 9999)))
-    pool = rng.integers(0, 256, (7, row_bytes), dtype=np.uint8)
-    rows = np.zeros((count, row_bytes), dtype=np.uint8)
-    for row in rows:
-        kind = kinds[rng.integers(len(kinds))]
-        if kind in ("pool", "near"):
-            row[:] = pool[rng.integers(7)]
-        if kind in ("one byte", "near"):
-            row[rng.integers(row_bytes)] = rng.integers(3)
-        if kind == "fresh":
-            row[:] = rng.integers(0, 256, row_bytes)
-    cuts = sorted(rng.integers(0, count + 1, rng.integers(4)).tolist())
-    return np.append(rows.reshape(-1), rng.integers(0, 256, rng.integers(row_bytes), dtype=np.uint8)), row_bytes, cuts
-
-
-@given(case=segments())
-@settings(
-    max_examples=120, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)  # the route is the same for all
-def test_the_first_equal_row_is_found(route: str, case: tuple[np.ndarray, int, list[int]]) -> None:
-    data, row_bytes, cuts = case
-    sources = wanted(data, row_bytes)
-    assert found(data, row_bytes, cuts, route) == (sources, sum(source != at for at, source in enumerate(sources)))
 
 
 @pytest.mark.parametrize("row_bytes", [96, 1000, 4096])
@@ -169,23 +147,17 @@ def predictions(words: np.ndarray, factors: np.ndarray, kind: corpus.Float, widt
     return out.view(torch.uint8).numpy().view(kind.word).reshape(-1, width)
 
 
-@pytest.mark.parametrize("name", ["bf16", "fp16"])
-def test_predictions_from_every_word_of_16_bits(route: str, name: str) -> None:
-    kind = FLOATS[name]
-    words = np.arange(1 << 16).astype(np.uint16)
-    for at, row in enumerate(predictions(words, FACTORS, kind, 1 << 16, route)):
-        assert np.array_equal(row, rounded(words, int(FACTORS[at]), kind)), hex(FACTORS[at])
-
-
-def test_predictions_from_words_of_32_bits(route: str) -> None:
-    kind = corpus.FP32
-    words = corpus.mixed(9 * 4000, kind, 128, 2)
-    rows = words.reshape(9, 4000)
-    random = corpus.hashes(60, 9).astype(np.uint32)
-    random = random[((random >> 23 & 255) > 0) & ((random >> 23 & 255) < 255)]
-    factors = np.concatenate([FACTORS, random])
-    for at, row in enumerate(predictions(words, factors, kind, 4000, route)):
-        assert np.array_equal(row, rounded(rows[at % 9], int(factors[at]), kind)), hex(factors[at])
+@pytest.mark.parametrize("name", FLOATS)
+def test_predictions_from_every_word(route: str, name: str) -> None:
+    """Every word of 16 bits, and words of 32 bits of every texture, by factors at the borders and random ones."""
+    kind, factors = FLOATS[name], FACTORS
+    words = np.arange(1 << 16).astype(np.uint16).reshape(1, -1)
+    if name == "fp32":
+        words = corpus.mixed(9 * 4000, kind, 128, 2).reshape(9, 4000)
+        random = corpus.hashes(60, 9).astype(np.uint32)
+        factors = np.concatenate([FACTORS, random[((random >> 23 & 255) > 0) & ((random >> 23 & 255) < 255)]])
+    for at, row in enumerate(predictions(words.reshape(-1), factors, kind, words.shape[1], route)):
+        assert np.array_equal(row, rounded(words[at % len(words)], int(factors[at]), kind)), hex(factors[at])
 
 
 @pytest.mark.parametrize("name", FLOATS)
@@ -213,7 +185,7 @@ def test_predictions_of_every_width(route: str, name: str, width: int) -> None:
     assert_same_bits(out, torch.cat([corpus.tensor(np.concatenate(rows), kind), torch.zeros(40, dtype=kind.dtype)]))
 
 
-# --- literals and copies
+# --- literals
 
 
 @pytest.mark.parametrize("name", corpus.FLOATS)
@@ -246,15 +218,113 @@ def test_literals_without_a_copy(route: str, name: str, width: int) -> None:
             assert_same_bits(marked, expected)
 
 
-@pytest.mark.parametrize("dtype", [torch.int8, torch.bool, torch.bfloat16, torch.float64, torch.complex128], ids=str)
-def test_copied_rows(route: str, dtype: torch.dtype) -> None:
-    for width in (1, 3, 17, 300):
-        data = torch.from_numpy(corpus.hashes(50 * width * 2, 1).view(np.uint8).copy())
-        data = data % 2 if dtype == torch.bool else data
-        words = data.view(dtype)[: 50 * width + width // 2].clone()
-        wanted_rows = words.clone()
-        rows, sources = [7, 8, 20, 49], [3, 3, 19, 0]
-        for row, source in zip(rows, sources, strict=True):
-            wanted_rows[row * width : (row + 1) * width] = words[source * width : (source + 1) * width]
-        kernels.row_route(route, "cpu").copy_rows(words, width, ints(rows), ints(sources))
-        assert_same_bits(words, wanted_rows)
+# --- maps in C++ (csrc/cpu/rows/row_map.cpp), damaged ones beside numpy, and under AddressSanitizer and UBSan
+
+native = pytest.mark.skipif(bool(kernels.why()["native"]), reason="no C++ route here")
+
+
+@native
+def test_damaged_maps_are_refused_as_by_numpy() -> None:
+    draw = np.random.default_rng(6)
+    compiled = kernels.compiled("native", "cpu")
+    assert compiled is not None
+    outcomes = {True: 0, False: 0}
+    for _ in range(2000):
+        count, bits, reach = int(draw.integers(1, 40)), int(draw.choice([0, 1, 3, 6, 32])), int(draw.integers(0, 9))
+        repeats = int(draw.integers(0, count + 1))
+        marks = np.zeros(count, np.uint8)
+        marks[draw.permutation(count)[:repeats]] = 1
+        fields = row_map.Fields(count, 1, 0, repeats, 0, bits, 0)
+        plane = np.packbits(
+            np.concatenate([marks, draw.integers(0, 2, repeats * bits).astype(np.uint8)]), bitorder="little"
+        )
+        data = np.zeros(fields.factors_at - row_map.FIELDS_BYTES + 32, np.uint8)
+        data[: len(plane)] = plane
+        if draw.random() < 0.3:
+            data[draw.integers(0, len(plane))] ^= 1 << draw.integers(0, 8)
+        found = compiled.unpack_repeats(torch.from_numpy(data), count, repeats, bits, reach)
+        try:
+            wanted = row_map.read_map(fields, data[:-32], reach)
+        except FrameError:
+            assert found is None
+            outcomes[False] += 1
+            continue
+        outcomes[True] += 1
+        assert found is not None
+        literals, repeated, sources = (part.numpy() for part in found)
+        assert np.array_equal(literals, wanted.literals)
+        assert np.array_equal(repeated - reach, wanted.repeated)
+        assert np.array_equal(sources - reach, wanted.repeat_sources)
+    assert min(outcomes.values()) > 200, outcomes
+
+
+def test_a_frame_of_scaled_rows_alone(route: str) -> None:
+    """The bound of its deltas does not fit behind map and factors; the deltas do."""
+    rows, width = 64, 256
+    first = torch.from_numpy(np.random.default_rng(7).standard_normal((rows, width))).to(torch.bfloat16)
+    words = torch.cat([first, (first.float() * 1.3).to(torch.bfloat16)]).view(-1)
+    half = words.numel() // 2
+    segment = codecs.RowSegment(words, width, route=route)
+    segment.scale_by(torch.arange(2 * rows, dtype=torch.int32) % rows)
+    out = torch.empty(codecs.compress_bound(half, words.dtype), dtype=torch.uint8)
+    assert segment.frame(0, half, out) is None
+    frame = segment.frame(half, 2 * half, out)
+    assert frame is not None and frame.numel() < half // 3
+    assert segment.scaled == rows
+    back = words.clone()
+    back[half:] = 0
+    codecs.decompress(frame, back[half:], earlier=back[:half], route=route)
+    assert torch.equal(back.view(torch.int16), words.view(torch.int16))
+
+
+@native
+def test_a_frame_without_repeats_asks_for_no_map(monkeypatch: pytest.MonkeyPatch) -> None:
+    def never(*_: object) -> None:
+        raise AssertionError("a map was asked for")
+
+    monkeypatch.setattr(backend.CppBackend, "pack_repeats", never)
+    words, out = torch.arange(1 << 12, dtype=torch.float32), torch.empty(1 << 15, dtype=torch.uint8)
+    assert codecs.RowSegment(words, 64, route="native").frame(0, 1 << 12, out, "raw") is None
+    words[64:128] = words[:64]  # the control
+    with pytest.raises(AssertionError, match="asked for"):
+        codecs.RowSegment(words, 64, route="native").frame(0, 1 << 12, out, "raw")
+
+
+def _fuzzer(changes: Mapping[str, tuple[Change, ...]] | None = None) -> Path:
+    folders = {"csrc": build.CSRC, "fuzz": Path(asan.__file__).parent}
+    sources: dict[str, tuple[str, ...]] = {"fuzz/fuzz_maps.cpp": (), "csrc/cpu/rows/row_map.cpp": ()}
+    try:
+        return Binary("fuzz_maps", folders, sources, ("-O1", *asan.FLAGS), changes=changes or {}).path()
+    except build.BuildError as error:
+        pytest.skip(f"no sanitizers here: {error}")
+
+
+def _run(program: Path) -> subprocess.CompletedProcess[str]:
+    environment = {"ASAN_OPTIONS": "detect_leaks=0", "UBSAN_OPTIONS": "print_stacktrace=1"}
+    return subprocess.run([str(program), "1", "5000"], env=environment, capture_output=True, text=True, timeout=300)
+
+
+@native
+def test_damaged_maps_under_sanitizers() -> None:
+    result = _run(_fuzzer())
+    assert result.returncode == 0, result.stdout + result.stderr
+    words = result.stdout.split()
+    assert min(int(words[1]), int(words[3])) > 2000, result.stdout
+
+
+#: A proof in csrc/cpu/rows/row_map.cpp, and text in its place that proves nothing.
+PROOFS = {
+    "if (repeats == m->repeats) return 1;": "",
+    "distance > i + m->reach || ": "",
+    " || (distance <= i && marked(i - distance))": "",
+    "if (literals == m->count - m->repeats) return 1;": "",
+    "!r->repeats || padded + 16 > r->room": "!r->repeats",
+}
+
+
+@native
+@pytest.mark.parametrize("proof", tiers.mostly_full(PROOFS, [*PROOFS][:1], "each has a program of its own to compile"))
+def test_a_missing_proof_is_seen(proof: str) -> None:
+    result = _run(_fuzzer({"csrc/cpu/rows/row_map.cpp": ((proof, PROOFS[proof]),)}))
+    assert result.returncode != 0
+    assert "FAILED" in result.stdout or "AddressSanitizer" in result.stderr or "terminate" in result.stderr, result

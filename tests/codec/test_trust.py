@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import atexit
 import os
+import re
 import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -49,13 +50,22 @@ def _homes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     build._placed.cache_clear()
 
 
+def opened(path: Path, mode: int = 0o777) -> Path:
+    """A folder with permissions that umask does not take away."""
+    path.mkdir(parents=True)
+    path.chmod(mode)
+    return path
+
+
+def link(path: Path, target: Path) -> Path:
+    path.symlink_to(target)
+    return path
+
+
 @pytest.fixture
 def shared(tmp_path: Path) -> Path:
     """A sticky folder that everybody can write to, as /tmp and many a /scratch are."""
-    folder = tmp_path / "shared"
-    folder.mkdir()
-    folder.chmod(0o1777)
-    return folder
+    return opened(tmp_path / "shared", 0o1777)
 
 
 def placed(monkeypatch: pytest.MonkeyPatch, folder: Path) -> Path:
@@ -104,60 +114,42 @@ def test_a_folder_of_ones_own_is_made_private(tmp_path: Path, monkeypatch: pytes
 def test_below_a_sticky_folder(shared: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert placed(monkeypatch, shared) == shared / "ds_zipccl"
     assert (shared / "ds_zipccl").stat().st_mode & 0o777 == 0o700
-
-
-def test_tmp_passes() -> None:
     with tempfile.TemporaryDirectory(dir="/tmp") as folder:
         assert trust.claim(Path(folder).resolve()) == ""
 
 
-@pytest.mark.parametrize(("mode", "writer"), [(0o775, "group"), (0o757, "everybody"), (0o1777, "everybody")])
-def test_writable_by_others(
-    mode: int, writer: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+#: Makes a folder, which is given its path -> why nothing is loaded from it.
+LEFT_ALONE: dict[str, tuple[Callable[[Path], Path], str]] = {
+    "of a group": (lambda path: opened(path / "ds_zipccl", 0o775).parent, r"group \d+ can write to .*cache/ds_zipccl"),
+    "of everybody": (lambda path: opened(path / "ds_zipccl", 0o757).parent, "everybody can write to .*cache/ds_zipccl"),
+    "sticky": (lambda path: opened(path / "ds_zipccl", 0o1777).parent, "everybody can write to .*cache/ds_zipccl"),
+    "in one of everybody": (opened, "everybody can write to .*cache"),
+    # as torch makes its folder under umask 002: a private folder in it could be renamed and replaced
+    "private in one of a group": (
+        lambda path: opened(opened(path, 0o775) / "ds_zipccl", 0o700).parent, r"group \d+ can write to .*cache",
+    ),
+    "a link to one": (lambda path: link(path, opened(path.with_name("open"))), "everybody can write to .*open"),
+    "no folder": (lambda path: path.touch() or path, ".*cache is not a folder"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", LEFT_ALONE)
+def test_folders_that_are_left_alone(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    folder = tmp_path / "cache" / "ds_zipccl"
-    folder.mkdir(parents=True)
-    folder.chmod(mode)
-    assert placed(monkeypatch, tmp_path / "cache") == tmp_path / "home" / ".cache" / "ds_zipccl"
-    assert build.cache_root().stat().st_mode & 0o777 == 0o700
+    make, reason = LEFT_ALONE[name]
+    folder, private = make(tmp_path / "cache"), tmp_path / "home" / ".cache" / "ds_zipccl"
+    before = {*tmp_path.rglob("*")}
+    assert placed(monkeypatch, folder) == private and private.stat().st_mode & 0o777 == 0o700
+    assert {*tmp_path.rglob("*")} - before == {private, private.parent}, "nothing is made where others can write"
     (line,) = capfd.readouterr().err.splitlines()
-    assert writer in line and f"can write to {folder}" in line and "set DS_ZIPCCL_CACHE" in line
-    assert build.distrust() in line
+    assert re.fullmatch(reason, build.distrust()) and build.distrust() in line and "set DS_ZIPCCL_CACHE" in line
     assert build.distrust() in report.cache()["folder"]
 
 
-def test_below_a_folder_that_the_group_can_write_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As torch makes its folder under umask 002: our own folder in it could be renamed and replaced."""
-    folder = tmp_path / "home" / ".cache" / "torch_extensions"
-    (folder / "ds_zipccl").mkdir(parents=True, mode=0o700)
-    folder.chmod(0o775)
-    for name in ("DS_ZIPCCL_CACHE", "TORCH_EXTENSIONS_DIR"):
-        monkeypatch.delenv(name, raising=False)
-    assert build.cache_root() == tmp_path / "home" / ".cache" / "ds_zipccl"
-    assert f"can write to {folder}" in build.distrust()
-
-
-def test_nothing_is_made_where_others_can_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "open").mkdir()
-    (tmp_path / "open").chmod(0o777)
-    placed(monkeypatch, tmp_path / "open")
-    assert not list((tmp_path / "open").iterdir())
-
-
 def test_a_link_counts_as_the_folder_that_it_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "open").mkdir()
-    (tmp_path / "open").chmod(0o777)
-    (tmp_path / "link").symlink_to(tmp_path / "open")
-    assert placed(monkeypatch, tmp_path / "link").is_relative_to(tmp_path / "home")
-    (tmp_path / "own").mkdir()
-    (tmp_path / "second").symlink_to(tmp_path / "own")
-    assert placed(monkeypatch, tmp_path / "second") == tmp_path / "own" / "ds_zipccl", "resolved: links may change"
-
-
-def test_a_folder_that_cannot_be_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "file").touch()
-    assert placed(monkeypatch, tmp_path / "file") == tmp_path / "home" / ".cache" / "ds_zipccl"
-    assert f"{tmp_path / 'file'} is not a folder" in build.distrust()
+    own = opened(tmp_path / "own", 0o755)
+    assert placed(monkeypatch, link(tmp_path / "link", own)) == own / "ds_zipccl", "resolved: links may change"
 
 
 @as_root
@@ -218,19 +210,14 @@ def test_owners_of_entries(shared: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_entries_that_others_can_write_to(tmp_path: Path) -> None:
-    folder = tmp_path / "cache"
-    folder.mkdir(mode=0o755)
+    folder = opened(tmp_path / "cache", 0o755)
     (folder / "library.so").touch()
     (folder / "library.so").chmod(0o775)
     assert f"can write to {folder}/library.so" in trust.claim(folder)
     folder.chmod(0o700)
     assert trust.claim(folder) == "", "nobody else can open it"
-
-
-def test_links_among_the_entries(tmp_path: Path) -> None:
-    folder = tmp_path / "cache"
-    folder.mkdir()
-    (folder / "library.lock").symlink_to(tmp_path / "victim")
+    (folder / "library.so").unlink()
+    link(folder / "library.lock", tmp_path / "victim")
     assert trust.claim(folder) == f"{folder}/library.lock is a link, and this package makes none"
 
 
@@ -251,8 +238,11 @@ def test_a_lock_neither_follows_links_nor_empties_files(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A cache that PROGRAM has filled under a umask that lets the group write to files."""
-    folder = tmp_path_factory.mktemp("built")
+    """A cache that has this machine's library, and that PROGRAM has filled under a umask that lets the group write to files."""
+    folder, library = tmp_path_factory.mktemp("built"), build.build()
+    root = opened(folder / "cache" / "ds_zipccl", 0o700)
+    shutil.copy(library, root)
+    (root / f"{library.stem}.lock").touch(mode=0o600)
     before = os.umask(0o002)
     try:
         # Numba's own variable does not count: nobody has checked that folder.
@@ -264,7 +254,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "cache"
 
 
-@pytest.mark.full(reason="a whole cache to fill, with every library and every compiled function")
+@pytest.mark.full(reason="a cache to fill, with the functions that numba compiles")
 def test_a_cache_is_used_again(built: Path, tmp_path: Path) -> None:
     files = {path: path.stat().st_mtime_ns for path in built.rglob("*")}
     result = run(built, tmp_path / "tmp")
@@ -274,7 +264,7 @@ def test_a_cache_is_used_again(built: Path, tmp_path: Path) -> None:
     assert {path: path.stat().st_mtime_ns for path in built.rglob("*")} == files, "built once"
 
 
-@pytest.mark.full(reason="a whole cache to fill, with every library and every compiled function")
+@pytest.mark.full(reason="a cache to fill, with the functions that numba compiles")
 @as_root
 def test_planted_libraries_do_not_run(built: Path, shared: Path, tmp_path: Path) -> None:
     """Another user was first in a shared folder, and has put code there under the names that are expected."""
@@ -309,5 +299,9 @@ def test_what_a_killed_build_left_is_removed_by_the_next(tmp_path: Path, monkeyp
         folder.mkdir(mode=0o700)
         (folder / "half.o").write_bytes(b"half")
     monkeypatch.setattr(build, "_run", lambda command, folder: Path(command[-1]).write_bytes(b""))
-    assert build.build() == target and target.exists()
+    before = os.umask(0o002)
+    try:
+        assert build.build() == target and target.stat().st_mode & 0o022 == 0
+    finally:
+        os.umask(before)
     assert not left.exists() and other.exists(), "another library may be under way"

@@ -51,6 +51,7 @@ CUDA_TESTS = (
     "codec/test_rounded.py",
     "codec/test_scaled.py",
     "codec/test_zfp.py",
+    "codec/test_lossy_codecs.py",
     "codec/test_row_kernels.py",
     "codec/test_rows.py",
     "codec/test_refused.py",

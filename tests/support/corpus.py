@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -149,19 +150,27 @@ def mixed(count: int, kind: Float, block: int, seed: int, names: tuple[str, ...]
 # --- bases: earlier states of the words
 
 
+def _turned(words: np.ndarray, kind: Float) -> np.ndarray:
+    """Words in the order of the floats, as numbers; those of 8 bits in that of bytes."""
+    order, modulus = words.astype(np.int64), (1 << 8 * kind.word(0).nbytes) - 1
+    return order if kind.word is np.uint8 else np.where(order & kind.sign, order ^ modulus, order | kind.sign)
+
+
+def _turned_back(order: np.ndarray, kind: Float) -> np.ndarray:
+    modulus = (1 << 8 * kind.word(0).nbytes) - 1
+    order = order & modulus
+    order = order if kind.word is np.uint8 else np.where(order & kind.sign, order ^ kind.sign, order ^ modulus)
+    return order.astype(kind.word)
+
+
 def _stepped(words: np.ndarray, kind: Float, seed: int, per_1024: int, reach: int, grow: bool = True) -> np.ndarray:
     """Some words moved by up to about ``reach`` units in the order of the floats, most by less; to ``grow``, small words by more."""
-    count, bits = len(words), kind.word(0).nbytes * 8
-    modulus = (1 << bits) - 1
-    order = words.astype(np.int64)
-    order = np.where(order & kind.sign, order ^ modulus, order | kind.sign)
-    draws = hashes(count, seed + 20)
+    count, draws = len(words), hashes(len(words), seed + 20)
     exponents = (words.astype(np.int64) >> kind.mantissa) & kind.largest_exponent
     lift = np.clip(int(exponents.max(initial=0)) - 2 - exponents, 0, kind.mantissa * grow)
     step = 1 + (draws >> np.uint64(32)).astype(np.int64) % (reach << lift)
     step = np.where(draws & np.uint64(1), step, -step)
-    moved = (order + np.where(_below(count, seed + 21, 1024) < per_1024, step, 0)) & modulus
-    return np.where(moved & kind.sign, moved ^ kind.sign, moved ^ modulus).astype(kind.word)
+    return _turned_back(_turned(words, kind) + np.where(_below(count, seed + 21, 1024) < per_1024, step, 0), kind)
 
 
 def _replaced(words: np.ndarray, kind: Float, seed: int, per_1024: int) -> np.ndarray:
@@ -195,14 +204,9 @@ def before(words: np.ndarray, kind: Float, block: int, seed: int, names: tuple[s
 
 def moved(words: np.ndarray, kind: Float, places: np.ndarray, units: np.ndarray) -> np.ndarray:
     """A base that differs from ``words`` at ``places`` by ``units``, in the order of the floats; of 8 bits in that of bytes."""
-    modulus = (1 << 8 * kind.word(0).nbytes) - 1
-    order = words.astype(np.int64)
-    if kind.word is not np.uint8:
-        order = np.where(order & kind.sign, order ^ modulus, order | kind.sign)
-    order[places] = (order[places] - units) & modulus
-    if kind.word is not np.uint8:
-        order = np.where(order & kind.sign, order ^ kind.sign, order ^ modulus)
-    return order.astype(kind.word)
+    order = _turned(words, kind)
+    order[places] -= units
+    return _turned_back(order, kind)
 
 
 def changes(count: int, seed: int, reach: int = 1) -> np.ndarray:
@@ -226,6 +230,22 @@ def tensor(words: np.ndarray, kind: Float) -> torch.Tensor:
     result = torch.empty(len(words), dtype=kind.dtype)
     result.view(torch.uint8).numpy()[:] = words.view(np.uint8)
     return result
+
+
+def words_of(tensor: torch.Tensor) -> list[int]:
+    """The bits of the elements."""
+    return tensor.reshape(-1).view(torch.uint8).numpy().view(f"u{tensor.itemsize}").tolist()
+
+
+@contextlib.contextmanager
+def threads(count: int) -> Iterator[None]:
+    """So many threads, inside the context, for the kernels."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def assert_same_bits(got: torch.Tensor, wanted: torch.Tensor) -> None:

@@ -4,18 +4,11 @@ from __future__ import annotations
 
 import struct
 import zlib
+from collections import namedtuple
 
 import numpy as np
 import xxhash
-from from_format_delta import (
-    Contradiction,
-    decode_change,
-    decode_list,
-    encode_change,
-    encode_list,
-    form_of,
-    width,
-)
+from from_format_delta import decode_change, decode_list, demand, encode_change, encode_list, form_of, width
 
 FIELDS = {1: (8, 7), 2: (5, 10), 3: (8, 23), 13: (4, 3), 14: (5, 2)}  # dtype id -> E, M
 BYTES = (0, 0)  # E, M of the words of a delta frame that are bytes
@@ -33,9 +26,12 @@ CHUNK = 16
 CHECKSUMS = {0: zlib.crc32, 1: lambda frame: xxhash.xxh3_64_intdigest(frame) % (1 << 32)}
 
 
-def _demand(condition: bool, what: str) -> None:
-    if not condition:
-        raise Contradiction(what)
+#: The fields of section 1, in their order.
+Header = namedtuple("Header", "magic version codec dtype flags ndim log2 checksum_id reserved checksum numel size")
+
+
+def header_at(data: bytes, at: int = 0) -> Header:
+    return Header(*struct.unpack_from("<4s8BIQQ", data, at))
 
 
 def _pad(data: bytes) -> bytes:
@@ -79,7 +75,7 @@ def _decode_elements(
     exponent = [0] * m
     for tier, named in enumerate(NAMED[mode]):
         if tier:
-            _demand(position + 2 * len(left) <= len(stream), "a tier ends after the tail")
+            demand(position + 2 * len(left) <= len(stream), "a tier ends after the tail")
             planes = [stream[position + p * len(left) : position + (p + 1) * len(left)] for p in range(2)]
             position += 2 * len(left)
         escaped = []
@@ -91,7 +87,7 @@ def _decode_elements(
                 exponent[i] = t + 3 - named[code]
         left = escaped
     position = _up(position, 8)
-    _demand(position + len(left) == len(second), "the tail is not used up exactly")
+    demand(position + len(left) == len(second), "the tail is not used up exactly")
     for i, e in zip(left, second[position:], strict=True):
         exponent[i] = e
     words = []
@@ -104,8 +100,8 @@ def _decode_elements(
 
 def _decode_sparse(tail: bytes, n: int, t: int, z: int, e_bits: int, m_bits: int) -> list[int]:
     at = 1 + _up(n, 8)
-    _demand(len(tail) >= at, "no room for the zero map")
-    _demand(tail[0] < 2, "unknown flags")
+    demand(len(tail) >= at, "no room for the zero map")
+    demand(tail[0] < 2, "unknown flags")
     zero = _bits(tail[1:at])[:n]
     signs = [0] * n
     if tail[0]:
@@ -113,7 +109,7 @@ def _decode_sparse(tail: bytes, n: int, t: int, z: int, e_bits: int, m_bits: int
         at += _up(sum(zero), 8)
     m = n - sum(zero)
     first = at + _first_bytes(CASCADE, m, 1 + m_bits - z)
-    _demand(first <= len(tail), "no room for the first part")
+    demand(first <= len(tail), "no room for the first part")
     others = iter(_decode_elements(CASCADE, tail[at:first], tail[first:], m, t, z, e_bits, m_bits))
     minus = iter(signs)
     return [next(minus) << (e_bits + m_bits) if is_zero else next(others) for is_zero in zero]
@@ -124,21 +120,21 @@ def _decode_chunk(
 ) -> list[int]:
     item, b = width(e_bits, m_bits) // 8, len(lengths)
     body = _up((4 if trimmed else 3) * b, 16) * 16
-    _demand(body <= len(chunk), "no room for the table")
+    demand(body <= len(chunk), "no room for the table")
     tops, entries = chunk[:b], struct.unpack(f"<{b}H", chunk[b : 3 * b])
     trims = chunk[3 * b : 4 * b] if trimmed else bytes(b)
     sizes = []
     for n, entry, z in zip(lengths, entries, trims, strict=True):
         mode = entry >> 13
         known = (FILL, RAW, CHANGE) if m_bits == 0 else range(CHANGE if base is None else CHANGE + 1)
-        _demand(mode in known and z <= m_bits, "unknown mode or trim")
+        demand(mode in known and z <= m_bits, "unknown mode or trim")
         coded = _first_bytes(mode, n, 1 + m_bits - z) if mode in NAMED else 0
         sizes.append(_up(n * item if mode == RAW else coded, 16) * 16)
     tail = body + sum(sizes)
     words: list[int] = []
     for n, entry, t, z, size in zip(lengths, entries, tops, trims, sizes, strict=True):
         mode, length = entry >> 13, entry & 8191
-        _demand(tail + length <= len(chunk), "a tail outside the chunk")
+        demand(tail + length <= len(chunk), "a tail outside the chunk")
         first, second = chunk[body : body + size], chunk[tail : tail + length]
         body, tail = body + size, tail + length
         if mode in NAMED:
@@ -148,12 +144,12 @@ def _decode_chunk(
         elif mode == SPARSE:
             words += _decode_sparse(second, n, t, z, e_bits, m_bits)
         elif mode == RAW:
-            _demand(not second, "a raw block with a tail")
+            demand(not second, "a raw block with a tail")
             words += [int.from_bytes(first[i * item : (i + 1) * item], "little") for i in range(n)]
         else:
-            _demand(len(second) in (0, item), "a fill that is neither zero nor a word")
+            demand(len(second) in (0, item), "a fill that is neither zero nor a word")
             words += [int.from_bytes(second, "little")] * n
-    _demand(_up(tail, 16) * 16 == len(chunk), "bytes left in the chunk")
+    demand(_up(tail, 16) * 16 == len(chunk), "bytes left in the chunk")
     return words
 
 
@@ -172,8 +168,8 @@ def decode_payload(
     lists = [base is not None and entry >> 31 == 1 for entry in entries]
     starts = [16 * (entry % (1 << 31) if base is not None else entry) for entry in entries]
     bounds = [*starts, len(payload)]
-    _demand(bounds[0] == _up(4 * len(chunks), 16) * 16, "the index does not end where the chunks begin")
-    _demand(bounds == sorted(bounds), "chunks out of order")
+    demand(bounds[0] == _up(4 * len(chunks), 16) * 16, "the index does not end where the chunks begin")
+    demand(bounds == sorted(bounds), "chunks out of order")
     e_bits, m_bits = fields(dtype, base is not None)
     words: list[int] = []
     for here, is_list, start, end in zip(chunks, lists, starts, bounds[1:], strict=True):
@@ -192,17 +188,16 @@ def decode(frame: bytes, base: list[int] | None = None) -> tuple[int, tuple[int,
 
     The words of a delta frame and its base are bytes, where the dtype is not one of SUMMED.
     """
-    magic, version, codec, dtype, flags, ndim, log2, kind, _, checksum, numel, size = struct.unpack_from(
-        "<4s8BIQQ", frame
-    )
-    _demand((magic, version) == (b"ZCCL", 2) and codec in ((1, 3) if base is None else (2,)), "a frame of another kind")
-    frame = frame[:size]
-    if flags & 1:
-        _demand(CHECKSUMS[kind](frame[:12] + bytes(4) + frame[16:]) == checksum, "checksum")
-    shape = struct.unpack_from(f"<{ndim}Q", frame, 32) if flags & 2 else None
-    words = numel if base is None or dtype in SUMMED else len(base)
-    payload = frame[32 + _up(8 * ndim, 16) * 16 :]
-    return dtype, shape, decode_payload(payload, words, dtype, 1 << log2, base, codec == 3)
+    h = header_at(frame)
+    demand((h.magic, h.version) == (b"ZCCL", 2), "no frame")
+    demand(h.codec in ((1, 3) if base is None else (2,)), "a frame of another kind")
+    frame = frame[: h.size]
+    if h.flags & 1:
+        demand(CHECKSUMS[h.checksum_id](frame[:12] + bytes(4) + frame[16:]) == h.checksum, "checksum")
+    shape = struct.unpack_from(f"<{h.ndim}Q", frame, 32) if h.flags & 2 else None
+    words = h.numel if base is None or h.dtype in SUMMED else len(base)
+    payload = frame[32 + _up(8 * h.ndim, 16) * 16 :]
+    return h.dtype, shape, decode_payload(payload, words, h.dtype, 1 << h.log2, base, h.codec == 3)
 
 
 # --- sections 2 and 3, words -> payload
@@ -301,14 +296,9 @@ def _delta_chunk(words: list[int], base: list[int], block: int, e_bits: int, m_b
 
 
 def encode_payload(
-    words: list[int],
-    dtype: int,
-    block: int,
-    code: str,
-    base: list[int] | None = None,
-    rounded: bool = False,
+    words: list[int], dtype: int, block: int, code: str, base: list[int] | None = None, rounded: bool = False,
     raw_as_rounded: bool = False,
-) -> bytes:
+) -> bytes:  # fmt: skip
     """The payload of these words; ``raw_as_rounded``: blocks are RAW where those of the rounded payload are."""
     e_bits, m_bits = fields(dtype, base is not None)
     trimmed = rounded or dtype == 3
@@ -354,7 +344,7 @@ def framed(
     dims = _pad(struct.pack(f"<{len(shape or ())}Q", *(shape or ())))
     flags, size = checksum + 2 * (shape is not None), 32 + len(dims) + len(payload)
     log2 = block.bit_length() - 1
-    header = (b"ZCCL", 2, codec, dtype, flags, len(shape or ()), log2, 0, 0, 0, elements, size)
+    header = Header(b"ZCCL", 2, codec, dtype, flags, len(shape or ()), log2, 0, 0, 0, elements, size)
     frame = struct.pack("<4s8BIQQ", *header) + dims + payload
     return with_checksum(frame, max(CHECKSUMS)) if checksum else frame
 

@@ -13,6 +13,11 @@ class Contradiction(ValueError):
     """Something that section 4 tells a decoder to reject in the payload."""
 
 
+def demand(condition: bool, complaint: str) -> None:
+    if not condition:
+        raise Contradiction(complaint)
+
+
 def width(e_bits: int, m_bits: int) -> int:
     """Bits of a word. Bytes are the words without an exponent and a mantissa."""
     return 1 + e_bits + m_bits if m_bits else 8
@@ -43,8 +48,7 @@ def decode_change(tail: bytes, base: list[int], t: int, e_bits: int, m_bits: int
     """The words of a block."""
     if not tail:
         return list(base)
-    if tail[0] > 3:
-        raise Contradiction("unknown flags")
+    demand(tail[0] <= 3, "unknown flags")
     n, bits, g = len(base), width(e_bits, m_bits), GROUPS[tail[0]]
     stream = iter(np.unpackbits(np.frombuffer(tail[1:], np.uint8), bitorder="little").tolist())
     used = 0
@@ -52,8 +56,7 @@ def decode_change(tail: bytes, base: list[int], t: int, e_bits: int, m_bits: int
     def plane(members: list[int]) -> dict[int, int]:
         nonlocal used
         used += len(members)
-        if used > 8 * len(tail) - 8:
-            raise Contradiction("a plane ends after the tail")
+        demand(used <= 8 * len(tail) - 8, "a plane ends after the tail")
         return {i: next(stream) for i in members}
 
     marked = plane(list(range(-(-n // g)))) if g > 1 else dict.fromkeys(range(n), 1)
@@ -70,8 +73,7 @@ def decode_change(tail: bytes, base: list[int], t: int, e_bits: int, m_bits: int
         for i, bit in plane([i for i in range(n) if k[i] > p]).items():
             size[i] |= bit << p
     at = 1 + -(-used // 8)
-    if at + len(members) * bits // 8 != len(tail):
-        raise Contradiction("the tail is not used up exactly")
+    demand(at + len(members) * bits // 8 == len(tail), "the tail is not used up exactly")
     words = [_moved(base[i], -size[i] if negative.get(i) else size[i], bits) for i in range(n)]
     for place, i in enumerate(members):
         words[i] = int.from_bytes(tail[at + place * bits // 8 : at + (place + 1) * bits // 8], "little")
@@ -130,11 +132,6 @@ def encode_change(words: list[int], base: list[int], e_bits: int, m_bits: int) -
 
 def decode_list(chunk: bytes, base: list[int], e_bits: int, m_bits: int) -> list[int]:
     """The words of a chunk."""
-
-    def demand(condition: bool, complaint: str) -> None:
-        if not condition:
-            raise Contradiction(complaint)
-
     bits = width(e_bits, m_bits)
     demand(len(chunk) % 16 == 0, "an end between multiples of 16")
     demand(len(chunk) >= 1 and 1 <= chunk[0] <= 6, "no or too many levels")

@@ -7,7 +7,7 @@ import struct
 
 import from_format
 import numpy as np
-from from_format import _demand
+from from_format import demand, header_at
 from from_format_scaled import narrowed
 
 FP32 = 3
@@ -49,25 +49,24 @@ def _scalar_product(a: np.ndarray, b: np.ndarray) -> float:
 
 def decode(frame: bytes) -> tuple[int, tuple[int, ...] | None, list[int]]:
     """dtype id, shape, and words of a valid low-rank frame."""
-    magic, version, codec, dtype, flags, ndim, log2, _, _, _, numel, size = struct.unpack_from("<4s8BIQQ", frame)
-    _demand((magic, version, codec, log2) == (b"ZCCL", 2, 5, 0) and dtype in (1, 2, 3), "a frame of another kind")
-    at = 32 + -(-8 * ndim // 16) * 16
+    h = header_at(frame)
+    demand((*h[:3], h.log2) == (b"ZCCL", 2, 5, 0) and h.dtype in (1, 2, 3), "a frame of another kind")
+    at = 32 + -(-8 * h.ndim // 16) * 16
     n, m, r, zero = struct.unpack_from("<4I", frame, at)
-    _demand(zero == 0 and n * m == numel and 1 <= r <= min(n, m) and r * (n + m) <= numel, "fields")
+    demand(zero == 0 and n * m == h.numel and 1 <= r <= min(n, m) and r * (n + m) <= h.numel, "fields")
     p, at = _factor(frame, at + 16, n, r)
     q, at = _factor(frame, at, m, r)
-    _demand(at == size, "the payload ends with Q")
+    demand(at == h.size, "the payload ends with Q")
     largest = r * float(np.abs(p).max()) * float(np.abs(q).max())
-    _demand(math.isfinite(largest) and largest < 2.0**127, "a sum may leave float32")
-    return dtype, struct.unpack_from(f"<{ndim}Q", frame, 32) if flags & 2 else None, product(p, q, dtype)
+    demand(math.isfinite(largest) and largest < 2.0**127, "a sum may leave float32")
+    return h.dtype, struct.unpack_from(f"<{h.ndim}Q", frame, 32) if h.flags & 2 else None, product(p, q, h.dtype)
 
 
 def _factor(frame: bytes, at: int, rows: int, r: int) -> tuple[np.ndarray, int]:
-    codec, dtype, flags = frame[at + 5], frame[at + 6], frame[at + 7]
-    numel, size = struct.unpack_from("<QQ", frame, at + 16)
-    _demand((codec in (0, 1), dtype, flags, numel) == (True, FP32, 0, rows * r), "a nested frame of another kind")
-    whole = frame[at : at + size]
-    words = list(struct.unpack(f"<{numel}I", whole[32:])) if codec == 0 else from_format.decode(whole)[2]
-    end = at + -(-size // 16) * 16
-    _demand(not any(frame[at + size : end]), "padding")
+    h = header_at(frame, at)
+    demand(h.codec in (0, 1) and (h.dtype, h.flags, h.numel) == (FP32, 0, rows * r), "a nested frame of another kind")
+    whole = frame[at : at + h.size]
+    words = list(struct.unpack(f"<{h.numel}I", whole[32:])) if h.codec == 0 else from_format.decode(whole)[2]
+    end = at + -(-h.size // 16) * 16
+    demand(not any(frame[at + h.size : end]), "padding")
     return np.array(words, dtype=np.uint32).view(np.float32).reshape(rows, r), end

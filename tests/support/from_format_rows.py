@@ -7,50 +7,26 @@ from fractions import Fraction
 
 import from_format
 import from_format_rounded
-from from_format_delta import Contradiction
+from from_format import demand, framed, header_at
+from from_format_delta import Contradiction as Contradiction
 
 RAW, EXPONENT, DELTA, ROUNDED, ROWS = 0, 1, 2, 3, 7
+#: dtype id -> bytes of an element.
+ITEMS = dict(enumerate((2, 2, 4, 8, 1, 1, 2, 4, 8, 1, 8, 16, 1, 1, 2, 4, 8), 1))
 #: A row of a frame -> the row of its source, counted from the same row on.
 Sources = dict[int, int]
-
-
-def _demand(condition: bool, complaint: str) -> None:
-    if not condition:
-        raise Contradiction(complaint)
 
 
 def _up16(count: int) -> int:
     return -(-count // 16) * 16
 
 
-def _item(dtype: int) -> int:
-    return {
-        1: 2,
-        2: 2,
-        3: 4,
-        4: 8,
-        5: 1,
-        6: 1,
-        7: 2,
-        8: 4,
-        9: 8,
-        10: 1,
-        11: 8,
-        12: 16,
-        13: 1,
-        14: 1,
-        15: 2,
-        16: 4,
-        17: 8,
-    }[dtype]
-
-
 def _to_bytes(words: list[int], dtype: int) -> bytes:
-    return b"".join(word.to_bytes(_item(dtype), "little") for word in words)
+    return b"".join(word.to_bytes(ITEMS[dtype], "little") for word in words)
 
 
 def _to_words(data: bytes, dtype: int) -> list[int]:
-    item = _item(dtype)
+    item = ITEMS[dtype]
     return [int.from_bytes(data[at : at + item], "little") for at in range(0, len(data), item)]
 
 
@@ -93,38 +69,31 @@ def predict(word: int, factor: int, e_bits: int, m_bits: int) -> int:
 # --- frames
 
 
-def _header(codec: int, dtype: int, numel: int, payload: bytes, log2: int = 0) -> bytes:
-    return struct.pack("<4s8BIQQ", b"ZCCL", 2, codec, dtype, 0, 0, log2, 0, 0, 0, numel, 32 + len(payload)) + payload
-
-
 def _nested(data: bytes, at: int, dtype: int, numel: int, codecs: tuple[int, ...]) -> tuple[bytes, int]:
     """The frame at ``at``, and where its padding ends."""
-    _demand(at + 32 <= len(data), "no room for a nested header")
-    magic, version, codec, of, flags, ndim, _, kind, zero, checksum, count, size = struct.unpack_from(
-        "<4s8BIQQ", data, at
-    )
-    _demand(
-        (magic, version, flags, ndim, kind, zero, checksum) == (b"ZCCL", 2, 0, 0, 0, 0, 0),
-        "no flat frame without a checksum",
-    )
-    _demand(codec in codecs and (of, count) == (dtype, numel), "a nested frame of another kind")
-    _demand(32 <= size <= len(data) - at, "a nested frame that does not end in the payload")
-    return data[at : at + size], at + _up16(size)
+    demand(at + 32 <= len(data), "no room for a nested header")
+    h = header_at(data, at)
+    plain = (b"ZCCL", 2, 0, 0, 0, 0, 0)
+    demand((*h[:2], h.flags, h.ndim, *h[7:10]) == plain, "no flat frame without a checksum")
+    demand(h.codec in codecs and (h.dtype, h.numel) == (dtype, numel), "a nested frame of another kind")
+    demand(32 <= h.size <= len(data) - at, "a nested frame that does not end in the payload")
+    return data[at : at + h.size], at + _up16(h.size)
 
 
 def decode(frame: bytes, history: list[int]) -> list[int]:
     """The words of a flat row frame without a checksum; ``history``: all words of the segment in front of it."""
-    _, _, codec, dtype, _, _, _, _, _, _, numel, size = struct.unpack_from("<4s8BIQQ", frame)
-    _demand(codec == ROWS and size == len(frame), "no row frame")
+    h = header_at(frame)
+    dtype, numel = h.dtype, h.numel
+    demand(h.codec == ROWS and h.size == len(frame), "no row frame")
     payload = frame[32:]
     width, head, repeats, scaled, repeat_bits, scaled_bits = struct.unpack_from("<4I2B", payload)
-    _demand(width >= 1 and head < width and head <= numel and not any(payload[18:32]), "width, head or zeros")
+    demand(width >= 1 and head < width and head <= numel and not any(payload[18:32]), "width, head or zeros")
     rows = (numel - head) // width
-    _demand(rows <= 1 << 30 and repeats + scaled <= rows and max(repeat_bits, scaled_bits) <= 32, "too many")
-    _demand(not scaled or dtype in (1, 2, 3), "scaled rows of no float")
+    demand(rows <= 1 << 30 and repeats + scaled <= rows and max(repeat_bits, scaled_bits) <= 32, "too many")
+    demand(not scaled or dtype in (1, 2, 3), "scaled rows of no float")
     length = rows + (rows - repeats if scaled else 0) + repeats * repeat_bits + scaled * scaled_bits
     at = 32 + _up16(-(-length // 8))
-    _demand(at <= len(payload), "no room for the map")
+    demand(at <= len(payload), "no room for the map")
     stream = int.from_bytes(payload[32:at], "little")
 
     def take(bits: int) -> int:
@@ -136,17 +105,17 @@ def decode(frame: bytes, history: list[int]) -> list[int]:
     repeated = [row for row in range(rows) if take(1)]
     others = [row for row in range(rows) if row not in set(repeated)]
     scaled_rows = [row for row in others if take(1)] if scaled else []
-    _demand((len(repeated), len(scaled_rows)) == (repeats, scaled), "the map counts otherwise")
+    demand((len(repeated), len(scaled_rows)) == (repeats, scaled), "the map counts otherwise")
     repeat_of = {row: row - 1 - take(repeat_bits) for row in repeated}
     scaled_of = {row: row - 1 - take(scaled_bits) for row in scaled_rows}
     literal = [row for row in others if row not in scaled_of]
     first = len(history) + head  # of row 0, in the segment
     for source in (*repeat_of.values(), *scaled_of.values()):
-        _demand(first + source * width >= 0 and source >= -(1 << 30), "a source in front of the history")
-    _demand(all(source < 0 or source not in repeat_of for source in repeat_of.values()), "a repeat of a repeat")
-    _demand(all(source < 0 or source in literal for source in scaled_of.values()), "a prediction from no literal row")
+        demand(first + source * width >= 0 and source >= -(1 << 30), "a source in front of the history")
+    demand(all(source < 0 or source not in repeat_of for source in repeat_of.values()), "a repeat of a repeat")
+    demand(all(source < 0 or source in literal for source in scaled_of.values()), "a prediction from no literal row")
     factors = struct.unpack_from(f"<{scaled}I", payload, at)
-    _demand(all(0 < factor >> 23 & 255 < 255 for factor in factors), "a factor that is not normal")
+    demand(all(0 < factor >> 23 & 255 < 255 for factor in factors), "a factor that is not normal")
     at += _up16(4 * scaled)
     inner, at = _nested(payload, at, dtype, numel - (repeats + scaled) * width, (RAW, EXPONENT, ROUNDED))
     kept = _to_words(inner[32:], dtype) if inner[5] == RAW else from_format.decode(inner)[2]
@@ -174,7 +143,7 @@ def decode(frame: bytes, history: list[int]) -> list[int]:
         words = from_format.decode(inner, base)[2]
         for place, row in enumerate(scaled_of):
             put(row, words[place * width : (place + 1) * width])
-    _demand(at == len(payload), "bytes behind the last part")
+    demand(at == len(payload), "bytes behind the last part")
     for row, source in repeat_of.items():
         put(row, row_of(source))
     return segment[len(history) :]
@@ -192,16 +161,9 @@ def repeats_of(segment: list[int], width: int) -> Sources:
 
 
 def encode(
-    segment: list[int],
-    begin: int,
-    end: int,
-    width: int,
-    dtype: int,
-    block: int,
-    code: str,
-    scaled: dict[int, tuple[int, int]],
-    rounded: int = 0,
-) -> bytes:
+    segment: list[int], begin: int, end: int, width: int, dtype: int, block: int, code: str,
+    scaled: dict[int, tuple[int, int]], rounded: int = 0,
+) -> bytes:  # fmt: skip
     """The row frame of elements ``begin`` to ``end`` of a segment whose rows begin at element 0.
 
     Args:
@@ -234,9 +196,9 @@ def encode(
         kept = [from_format_rounded.round_word(word, rounded, *from_format.FIELDS[dtype]) for word in kept]
     if rounded and code != "raw" and dtype != 3:
         inner = from_format.encode_payload(kept, dtype, block, "cascade", rounded=True)
-        inner = _header(ROUNDED, dtype, len(kept), inner, block.bit_length() - 1)
+        inner = framed(inner, ROUNDED, dtype, block, None, False, len(kept))
     elif code == "raw":
-        inner = _header(RAW, dtype, len(kept), _to_bytes(kept, dtype))
+        inner = framed(_to_bytes(kept, dtype), RAW, dtype, 1, None, False, len(kept))
     else:
         inner = from_format.encode(kept, dtype, block, None, False, code)
     payload += inner + bytes(-len(inner) % 16)
@@ -249,4 +211,4 @@ def encode(
             for word in segment[scaled[row][0] * width : (scaled[row][0] + 1) * width]
         ]
         payload += from_format.encode(words, dtype, block, None, False, base=base)
-    return _header(ROWS, dtype, end - begin, payload)
+    return framed(payload, ROWS, dtype, 1, None, False, end - begin)

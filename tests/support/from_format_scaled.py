@@ -7,12 +7,11 @@ from dataclasses import dataclass
 
 import from_format
 import numpy as np
-from from_format import Contradiction, _demand
+from from_format import demand, header_at
 
 E4M3, INT = 1, 2
 #: Values of the codes 0 to 126 of float8_e4m3fn.
 VALUES = np.array([c * 2.0**-9 if c < 8 else (8 + c % 8) * 2.0 ** (c // 8 - 10) for c in range(127)])
-__all__ = ["E4M3", "INT", "Contradiction", "Settings", "decode", "encode", "hadamard", "project"]
 
 
 @dataclass(frozen=True)
@@ -101,13 +100,13 @@ def codes_of(y: np.ndarray, scale: int, s: Settings) -> bytes:
 def values_of(scale: int, codes: bytes, s: Settings) -> np.ndarray:
     data = np.frombuffer(codes, np.uint8)
     if s.kind == E4M3:
-        _demand(bool((data & 127 != 127).all()), "no number")
+        demand(bool((data & 127 != 127).all()), "no number")
         numbers = np.where(data & 128, -1.0, 1.0) * VALUES[data & 127]
         v = (numbers * 2.0 ** (scale - 127)).astype(np.float32)
     else:
         planes = np.unpackbits(data.reshape(s.bits, -1), axis=1, bitorder="little").astype(int)
         numbers = sum(plane << p for p, plane in enumerate(planes))
-        _demand(bool((numbers <= 2 * s.m).all()), "above 2m")
+        demand(bool((numbers <= 2 * s.m).all()), "above 2m")
         v = (numbers - s.m).astype(np.float32) * np.array([scale << 16], dtype=np.uint32).view(np.float32)
     if s.hadamard:
         v = hadamard(v) * np.float32(2.0**-s.h)
@@ -165,35 +164,35 @@ def encode(
     if found is not None and len(found[0]) < item * len(words):
         return from_format.framed(found[0], 4, dtype, found[1] or 1, shape, checksum, len(words))
     kept = project(words, dtype, s)
-    raw = b"".join(word.to_bytes(item, "little") for word in kept)
-    coded = from_format.encode_payload(kept, dtype, block, "cascade")
-    if len(coded) < len(raw):
-        return from_format.framed(coded, 1, dtype, block, shape, checksum, len(words))
-    return from_format.framed(raw, 0, dtype, 1, shape, checksum, len(words))
+    payloads = {0: b"".join(word.to_bytes(item, "little") for word in kept)}
+    payloads[1] = from_format.encode_payload(kept, dtype, block, "cascade")
+    codec = min(payloads, key=lambda codec: len(payloads[codec]))
+    return from_format.framed(payloads[codec], codec, dtype, block if codec else 1, shape, checksum, len(words))
 
 
 def decode(frame: bytes) -> list[int]:
     """The words of a flat scaled frame without a checksum."""
-    _, _, codec, dtype, _, _, log2, _, _, _, numel, size = struct.unpack_from("<4s8BIQQ", frame)
-    _demand(codec == 4 and size == len(frame) and dtype in (1, 2, 3), "no scaled frame")
+    h = header_at(frame)
+    dtype, numel, log2 = h.dtype, h.numel, h.log2
+    demand(h.codec == 4 and h.size == len(frame) and dtype in (1, 2, 3), "no scaled frame")
     kind, bits, group_log2, flags, zeros, code_bytes = struct.unpack_from("<4BIQ", frame, 32)
-    _demand(kind in (E4M3, INT) and bits in ((8,) if kind == E4M3 else (8, 6, 4)), "kind and bits")
-    _demand(5 <= group_log2 <= 9 and flags < (4 if kind == E4M3 else 2) and not zeros, "group, flags and zeros")
+    demand(kind in (E4M3, INT) and bits in ((8,) if kind == E4M3 else (8, 6, 4)), "kind and bits")
+    demand(5 <= group_log2 <= 9 and flags < (4 if kind == E4M3 else 2) and not zeros, "group, flags and zeros")
     staged = flags >> 1
-    _demand(bool(staged) == bool(log2), "blocks and stage 2")
+    demand(bool(staged) == bool(log2), "blocks and stage 2")
     s = Settings(kind, bits, 1 << group_log2, bool(flags & 1))
     groups = -(-numel // s.group)
     at = 48 + -(-groups * s.scale_bytes // 16) * 16
-    _demand(at + code_bytes == size, "size")
+    demand(at + code_bytes == h.size, "size")
     width = s.scale_bytes
     scales = [int.from_bytes(frame[48 + width * i : 48 + width * (i + 1)], "little") for i in range(groups)]
     limit = 246 - s.h if kind == E4M3 else (256 - bits - s.h << 7) - 1
-    _demand(all(scale <= limit for scale in scales), "a scale")
+    demand(all(scale <= limit for scale in scales), "a scale")
     coded, codes = sum(scale > 0 for scale in scales), frame[at:]
     if staged:
         codes = bytes(from_format.decode_payload(codes, coded * s.group, 13, 1 << log2))
     each = s.group * bits // 8
-    _demand(len(codes) == coded * each, "bytes of codes")
+    demand(len(codes) == coded * each, "bytes of codes")
     words: list[int] = []
     for scale in scales:
         if scale:

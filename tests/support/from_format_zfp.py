@@ -5,8 +5,8 @@ from __future__ import annotations
 import struct
 from fractions import Fraction
 
-#: dtype id -> bits of the exponent field and of the mantissa
-FIELDS = {1: (8, 7), 2: (5, 10), 3: (8, 23)}
+from from_format import FIELDS, framed, header_at
+
 FLIP = 0xAAAAAAAA
 
 
@@ -159,21 +159,25 @@ def encode(words: list[int], dtype: int, rate: int) -> bytes | None:
         return None
     bits = [bit for block in blocks for bit in _block_bits([value or 0 for value in block], rate)]
     codes = sum(bit << i for i, bit in enumerate(bits)).to_bytes(size - 16, "little")
-    header = struct.pack("<4s8BIQQ", b"ZCCL", 2, 6, dtype, 0, 0, 0, 0, 0, 0, len(words), 32 + size)
-    return header + struct.pack("<I12x", rate) + codes
+    return frame_of(codes, dtype, rate, len(words))
+
+
+def frame_of(codes: bytes, dtype: int, rate: int, numel: int) -> bytes:
+    """The flat ZFP1 frame of codes."""
+    return framed(struct.pack("<I12x", rate) + codes, 6, dtype, 1, None, False, numel)
 
 
 def decode(frame: bytes) -> list[int]:
     """The words of a flat ZFP1 frame without a checksum."""
-    magic, version, codec, dtype, *zeros, numel, size = struct.unpack_from("<4s8BIQQ", frame)
-    assert (magic, version, codec) == (b"ZCCL", 2, 6) and not any(zeros)
+    h = header_at(frame)
+    assert h[:3] == (b"ZCCL", 2, 6) and not any(h[4:10])
     (rate,) = struct.unpack_from("<I", frame, 32)
-    codes = int.from_bytes(frame[48:size], "little")
+    codes = int.from_bytes(frame[48 : h.size], "little")
     words = []
-    for block in range(-(-numel // 4)):
+    for block in range(-(-h.numel // 4)):
         code = codes >> 4 * rate * block
-        words += [_word(value, dtype) for value in _block_values([code >> i & 1 for i in range(4 * rate)])]
-    return words[:numel]
+        words += [_word(value, h.dtype) for value in _block_values([code >> i & 1 for i in range(4 * rate)])]
+    return words[: h.numel]
 
 
 def project(words: list[int], dtype: int, rate: int) -> list[int]:

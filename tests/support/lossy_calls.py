@@ -22,22 +22,16 @@ from ds_zipccl.comm.transport.gloo import all_reduce_chunk
 from ds_zipccl.config import ZipcclConfig
 from ds_zipccl.lossy import Int, LossyCodec, Round, TacoFp8, Zfp
 
+#: What each rank contributes.
+Parts = Sequence[torch.Tensor]
 #: Codecs of every kind: each value by itself, groups, groups that are transformed, blocks.
 CODECS: tuple[LossyCodec, ...] = tuple(
     codec for codec in (Round(3), Round(1), TacoFp8(), Int(6, 32), Zfp(8)) if type(codec) in LOSSY_SPECS
 )
 NAMES = (
-    "all_reduce",
-    "all_reduce_coalesced",
-    "reduce",
-    "reduce_scatter",
-    "reduce_scatter_tensor",
-    "reduce_to_owners",
-    "all_to_all",
-    "all_to_all_single",
-    "all_gather",
-    "all_gather_into_tensor",
-)
+    "all_reduce", "all_reduce_coalesced", "reduce", "reduce_scatter", "reduce_scatter_tensor", "reduce_to_owners",
+    "all_to_all", "all_to_all_single", "all_gather", "all_gather_into_tensor",
+)  # fmt: skip
 
 
 def api(lossy: LossyCodec | None, config: ZipcclConfig = CODED, **settings: Any) -> SimpleNamespace:
@@ -68,7 +62,7 @@ def same(got: torch.Tensor, wanted: torch.Tensor) -> None:
     corpus.assert_same_bits(*(tensor.masked_fill(tensor.isnan(), torch.nan) for tensor in (got, wanted)))
 
 
-def total(contributions: Sequence[torch.Tensor], owner: int, codec: LossyCodec, average: bool) -> torch.Tensor:
+def total(contributions: Parts, owner: int, codec: LossyCodec, average: bool) -> torch.Tensor:
     """The sum that ``owner`` makes: its own contribution exact, the other ones rounded by the codec, added in fp32 in rank order."""
     values = [
         values.float() if rank == owner else project(values, codec).float() for rank, values in enumerate(contributions)
@@ -84,7 +78,7 @@ def shards_of(numel: int, itemsize: int, ranks: int) -> list[slice]:
     return cut(numel, all_reduce_chunk(numel, itemsize, ranks), ranks)
 
 
-def all_reduced(everyone: Sequence[torch.Tensor], codec: LossyCodec, average: bool) -> torch.Tensor:
+def all_reduced(everyone: Parts, codec: LossyCodec, average: bool) -> torch.Tensor:
     """Each shard is summed by its owner, and the sum is rounded by the codec for all ranks, the owner among them."""
     parts = shards_of(len(everyone[0]), everyone[0].element_size(), len(everyone))
     return torch.cat(
@@ -98,23 +92,19 @@ def all_reduced(everyone: Sequence[torch.Tensor], codec: LossyCodec, average: bo
 # Each calls one operation on ``mine`` and returns what this rank has afterwards, beside what it has by definition.
 
 
-def all_reduce(calls: Any, everyone: Sequence[torch.Tensor], rank: int, codec: LossyCodec, op: Any, later: bool) -> Any:
+def all_reduce(calls: Any, everyone: Parts, rank: int, codec: LossyCodec, op: Any, later: bool) -> Any:
     mine = everyone[rank].clone()
     wait(calls.all_reduce(mine, op, None, later))
     return mine, all_reduced(everyone, codec, op == dist.ReduceOp.AVG)
 
 
-def all_reduce_coalesced(
-    calls: Any, everyone: Sequence[torch.Tensor], rank: int, codec: LossyCodec, op: Any, later: bool
-) -> Any:
+def all_reduce_coalesced(calls: Any, everyone: Parts, rank: int, codec: LossyCodec, op: Any, later: bool) -> Any:
     mine = everyone[rank].clone()
     wait(calls.all_reduce_coalesced([mine[:777], mine[777:].view(-1, 1)], op, None, later))
     return mine, all_reduced(everyone, codec, op == dist.ReduceOp.AVG)
 
 
-def all_reduce_strided(
-    calls: Any, everyone: Sequence[torch.Tensor], rank: int, codec: LossyCodec, op: Any, later: bool
-) -> Any:
+def all_reduce_strided(calls: Any, everyone: Parts, rank: int, codec: LossyCodec, op: Any, later: bool) -> Any:
     """gloo sums a dense tensor in the order of its memory."""
     mine = everyone[rank].clone()
     rows = mine[: len(mine) // 3 * 3]
@@ -122,16 +112,14 @@ def all_reduce_strided(
     return rows, all_reduced([values[: len(rows)] for values in everyone], codec, op == dist.ReduceOp.AVG)
 
 
-def reduce(calls: Any, everyone: Sequence[torch.Tensor], rank: int, codec: LossyCodec, op: Any, later: bool) -> Any:
+def reduce(calls: Any, everyone: Parts, rank: int, codec: LossyCodec, op: Any, later: bool) -> Any:
     mine, root = everyone[rank].clone(), len(everyone) - 1
     wait(calls.reduce(mine, root, op, None, later))
     wanted = total(everyone, root, codec, op == dist.ReduceOp.AVG) if rank == root else everyone[rank]
     return mine, wanted
 
 
-def reduce_scatter_tensor(
-    calls: Any, everyone: Sequence[torch.Tensor], rank: int, codec: LossyCodec, op: Any, later: bool
-) -> Any:
+def reduce_scatter_tensor(calls: Any, everyone: Parts, rank: int, codec: LossyCodec, op: Any, later: bool) -> Any:
     size = len(everyone[0]) // len(everyone)
     output = torch.empty_like(everyone[0][:size])
     wait(calls.reduce_scatter_tensor(output, everyone[rank][: size * len(everyone)], op, None, later))
@@ -139,18 +127,14 @@ def reduce_scatter_tensor(
     return output, total([values[part] for values in everyone], rank, codec, op == dist.ReduceOp.AVG)
 
 
-def reduce_scatter_in_place(
-    calls: Any, everyone: Sequence[torch.Tensor], rank: int, codec: LossyCodec, op: Any, later: bool
-) -> Any:
+def reduce_scatter_in_place(calls: Any, everyone: Parts, rank: int, codec: LossyCodec, op: Any, later: bool) -> Any:
     size, mine = len(everyone[0]) // len(everyone), everyone[rank].clone()
     part = slice(rank * size, (rank + 1) * size)
     wait(calls.reduce_scatter_tensor(mine[part], mine[: size * len(everyone)], op, None, later))
     return mine[part], total([values[part] for values in everyone], rank, codec, op == dist.ReduceOp.AVG)
 
 
-def reduce_scatter(
-    calls: Any, everyone: Sequence[torch.Tensor], rank: int, codec: LossyCodec, op: Any, later: bool
-) -> Any:
+def reduce_scatter(calls: Any, everyone: Parts, rank: int, codec: LossyCodec, op: Any, later: bool) -> Any:
     """A list of uneven tensors."""
     ranks, numel = len(everyone), len(everyone[0])
     cuts = [min(numel // ranks, 700 * (peer + 1)) for peer in range(ranks - 1)]
@@ -160,7 +144,7 @@ def reduce_scatter(
     return output, total([of_rank[rank] for of_rank in shards], rank, codec, op == dist.ReduceOp.AVG)
 
 
-def to_owners(calls: Any, everyone: Sequence[torch.Tensor], rank: int, codec: LossyCodec, op: Any, later: bool) -> Any:
+def to_owners(calls: Any, everyone: Parts, rank: int, codec: LossyCodec, op: Any, later: bool) -> Any:
     """Every rank owns two slices: contributions go straight to the owners."""
     ranks, size = len(everyone), len(everyone[0]) // (2 * len(everyone))
     owners = [(size, (turn % ranks,)) for turn in range(2 * ranks)]
@@ -172,9 +156,7 @@ def to_owners(calls: Any, everyone: Sequence[torch.Tensor], rank: int, codec: Lo
     return torch.cat([mine[part] for part in owned]), total(laid, rank, codec, op == dist.ReduceOp.AVG)
 
 
-def to_several_owners(
-    calls: Any, everyone: Sequence[torch.Tensor], rank: int, codec: LossyCodec, op: Any, later: bool
-) -> Any:
+def to_several_owners(calls: Any, everyone: Parts, rank: int, codec: LossyCodec, op: Any, later: bool) -> Any:
     """All ranks own all of the sum: each shard is summed once and goes to the owners as it is."""
     mine = everyone[rank].clone()
     calls.reduce_to_owners(mine, [(len(mine), range(len(everyone)))], op)
@@ -187,35 +169,26 @@ def to_several_owners(
 
 
 SUMS: tuple[Callable[..., Any], ...] = (
-    all_reduce,
-    all_reduce_coalesced,
-    all_reduce_strided,
-    reduce,
-    reduce_scatter_tensor,
-    reduce_scatter_in_place,
-    reduce_scatter,
-    to_owners,
-    to_several_owners,
-)
+    all_reduce, all_reduce_coalesced, all_reduce_strided, reduce, reduce_scatter_tensor, reduce_scatter_in_place,
+    reduce_scatter, to_owners, to_several_owners,
+)  # fmt: skip
 
 
-def gather(calls: Any, everyone: Sequence[torch.Tensor], rank: int, codec: LossyCodec, op: Any, later: bool) -> Any:
+def gather(calls: Any, everyone: Parts, rank: int, codec: LossyCodec, op: Any, later: bool) -> Any:
     """All ranks get the same, the sender among them."""
     outputs = [torch.empty_like(values) for values in everyone]
     wait(calls.all_gather(outputs, everyone[rank], None, later))
     return torch.cat(outputs), torch.cat([project(values, codec) for values in everyone])
 
 
-def gather_in_place(
-    calls: Any, everyone: Sequence[torch.Tensor], rank: int, codec: LossyCodec, op: Any, later: bool
-) -> Any:
+def gather_in_place(calls: Any, everyone: Parts, rank: int, codec: LossyCodec, op: Any, later: bool) -> Any:
     whole = torch.cat(list(everyone))
     own = whole.chunk(len(everyone))[rank]
     wait(calls.all_gather_into_tensor(whole, own, None, later))
     return whole, torch.cat([project(values, codec) for values in everyone])
 
 
-def exchange(calls: Any, everyone: Sequence[torch.Tensor], rank: int, codec: LossyCodec, op: Any, later: bool) -> Any:
+def exchange(calls: Any, everyone: Parts, rank: int, codec: LossyCodec, op: Any, later: bool) -> Any:
     """Even segments; the own one stays as it is."""
     ranks, size = len(everyone), len(everyone[0]) // len(everyone)
     whole = everyone[rank][: size * ranks]
@@ -229,9 +202,7 @@ def exchange(calls: Any, everyone: Sequence[torch.Tensor], rank: int, codec: Los
     return output, torch.cat(wanted)
 
 
-def exchange_uneven(
-    calls: Any, everyone: Sequence[torch.Tensor], rank: int, codec: LossyCodec, op: Any, later: bool
-) -> Any:
+def exchange_uneven(calls: Any, everyone: Parts, rank: int, codec: LossyCodec, op: Any, later: bool) -> Any:
     """Segment p of rank r has a size of its own, among them none; each is rounded from its own first element on."""
     ranks = len(everyone)
     sizes = [

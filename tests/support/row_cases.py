@@ -57,7 +57,7 @@ class RowCase:
         return codecs.decompress(frame, out, earlier=memory[: self.begin], route=route)
 
 
-def _chosen(count: int, pool: int, seed: int) -> tuple[np.ndarray, torch.Tensor]:
+def drawn(count: int, pool: int, seed: int) -> tuple[np.ndarray, torch.Tensor]:
     """Rows drawn from a pool, and for each the first one of the same number."""
     chosen = (corpus.hashes(count, seed) % np.uint64(pool)).astype(np.int64)
     first: dict[int, int] = {}
@@ -69,14 +69,14 @@ def repeated(dtype: torch.dtype, width: int, count: int, pool: int, seed: int) -
     kind = {kind.dtype: kind for kind in corpus.FLOATS.values()}.get(dtype, corpus.E5M2)
     words = corpus.mixed(pool * width * dtype.itemsize // kind.dtype.itemsize, kind, 128, seed)
     rows = (
-        corpus.tensor(words, kind).view(torch.uint8).view(pool, -1)[_chosen(count, pool, seed)[0]]
+        corpus.tensor(words, kind).view(torch.uint8).view(pool, -1)[drawn(count, pool, seed)[0]]
     )  # torch 2.6 indexes no float8
     return torch.cat([rows.reshape(-1), rows[0, : width // 3 * dtype.itemsize]]).view(dtype)
 
 
 def scaled(kind: corpus.Float, width: int, count: int, pool: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
     """A segment of rows that are copies of a pool's rows by factors, rounded, a few of them without one, and the candidates."""
-    chosen, candidates = _chosen(count, pool, seed)
+    chosen, candidates = drawn(count, pool, seed)
     rows = corpus.tensor(corpus.bell(pool * width, kind, seed), kind).float().view(pool, width)[chosen]
     factors = torch.from_numpy((1 + corpus.hashes(count, seed + 1) % np.uint64(1000)).astype(np.float32)) / 300
     factors[::3] *= -1

@@ -18,35 +18,19 @@ from ds_zipccl import kernels
 from ds_zipccl.kernels.cuda import load
 from ds_zipccl.kernels.cuda.backend import CudaBackend
 
-#: Method of a route -> the arguments that it writes.
-WRITTEN: dict[str, tuple[str, ...]] = {
-    "encode": ("outs",),
-    "decode": ("words",),
-    "decode_add": ("sums",),
-    "add": ("sums",),
-    "encode_delta": ("out",),
-    "round_words": ("out",),
-    "encode_rounded": ("outs",),
-    "decode_rounded": ("words",),
-    "decode_rounded_add": ("sums",),
-    "encode_rounded_rows": ("out",),
-    "decode_rounded_rows": ("words",),
-    "encode_scaled": ("scales", "codes"),
-    "decode_scaled": ("words",),
-    "decode_scaled_add": ("sums",),
-    "project_scaled": ("out",),
-    "encode_zfp": ("codes",),
-    "decode_zfp": ("words",),
-    "decode_zfp_add": ("sums",),
-    "project_zfp": ("out",),
-    "region_hash": (),
-    "find_rows": ("sources", "table"),
-    "row_factors": (),
-    "predict_rows": ("out",),
-    "encode_rows": ("out",),
-    "decode_rows": ("words",),
-    "copy_rows": ("words",),
+#: Arguments that are written -> the methods of a route that write them.
+_WRITERS: dict[tuple[str, ...], str] = {
+    ("outs",): "encode encode_rounded",
+    ("out",): "encode_delta round_words encode_rounded_rows project_scaled project_zfp predict_rows encode_rows",
+    ("words",): "decode decode_rounded decode_rounded_rows decode_scaled decode_zfp decode_rows copy_rows",
+    ("sums",): "decode_add add decode_rounded_add decode_scaled_add decode_zfp_add",
+    ("codes",): "encode_zfp",
+    ("scales", "codes"): "encode_scaled",
+    ("sources", "table"): "find_rows",
+    (): "region_hash row_factors",
 }
+#: Method of a route -> the arguments that it writes.
+WRITTEN = {method: written for written, methods in _WRITERS.items() for method in methods.split()}
 
 
 class OnDevice:
