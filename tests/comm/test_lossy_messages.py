@@ -17,7 +17,7 @@ import pytest
 import ranks as runner
 import torch
 import torch.distributed as dist
-from lossy_calls import CODECS, EVERYTHING, api, normal, same, with_specials
+from lossy_calls import CODECS, EVERYTHING, Call, api, normal, same, with_specials
 from sums import CODED
 
 from ds_zipccl import comm
@@ -59,12 +59,11 @@ def by_definition(rank: int, ranks: int, plant: Callable[[], None] | None = None
         op = dist.ReduceOp.AVG if seed % 4 == 1 else dist.ReduceOp.SUM
         everyone = [with_specials(peer, SIZE, dtype, seed) for peer in range(ranks)]
         form = ("cascade", "raw")[seed % 2]  # an odd number of calls: each has both forms
-        got, wanted = call(api(codec, codec=form), everyone, rank, codec, op, bool(seed // 2 % 2))
-        same(got, wanted)
+        same(*call(Call(api(codec, codec=form), everyone, rank, codec, op, bool(seed // 2 % 2))))
         if codec == CODECS[0]:
-            exact = call(api(None), everyone, rank, codec, op, False)[0]
-            unchanged = torch.equal(exact.nan_to_num(), got.nan_to_num())
-            assert unchanged == (call is lossy_calls.reduce and rank < ranks - 1), f"{call.__name__}: {unchanged}"
+            exact, rounded = (call(Call(api(one), everyone, rank, codec, op))[0].nan_to_num() for one in (None, codec))
+            unchanged = not exact.numel() or (call is lossy_calls.reduce and rank != SIZE % ranks)
+            assert torch.equal(exact, rounded) == unchanged, call.__name__
     assert not any(row["passed"] for row in counters.rows())
 
 
@@ -77,12 +76,10 @@ def any_way_gives_the_same(rank: int, ranks: int) -> None:
         config: dict[str, Any] = dict(WAYS[seed % len(WAYS)])
         if call is lossy_calls.exchange_uneven:
             config.pop("check", None)  # gloo's own exchange of lists refuses sizes that differ
-        got, wanted = call(api(codec, **config), everyone, rank, codec, dist.ReduceOp.SUM, False)
-        same(got, wanted)
+        same(*call(Call(api(codec, **config), everyone, rank, codec)))
     everyone = [with_specials(peer, SIZE, torch.bfloat16) for peer in range(ranks)]
     for way, call in itertools.product(WAYS, (lossy_calls.all_reduce, lossy_calls.exchange)):
-        got, wanted = call(api(CODECS[0], **way), everyone, rank, CODECS[0], dist.ReduceOp.SUM, False)
-        same(got, wanted)
+        same(*call(Call(api(CODECS[0], **way), everyone, rank, CODECS[0])))
 
 
 @runner.together(2, full="many calls")
@@ -92,8 +89,7 @@ def in_mode_auto(rank: int, ranks: int) -> None:
     codec = CODECS[0]
     for call in (lossy_calls.all_reduce, lossy_calls.reduce_scatter_tensor, lossy_calls.exchange, lossy_calls.gather):
         for _ in range(30):
-            got, wanted = call(api(codec, AUTO), everyone, rank, codec, dist.ReduceOp.SUM, False)
-            same(got, wanted)
+            same(*call(Call(api(codec, AUTO), everyone, rank, codec)))
     assert not any(row["passed"] for row in counters.rows())
     told = [text for row in counters.rows() for text, _ in row["choices"].values()]
     assert told and all("uncoded frames" in text and "round mantissa 3 frames" in text for text in told), told
@@ -111,22 +107,20 @@ def dense(rank: int, dtype: torch.dtype) -> torch.Tensor:
 
 def half_empty(rank: int, dtype: torch.dtype) -> torch.Tensor:
     """As the buffers of a layer of experts: 45 of 100 rows are empty."""
-    rows = normal(rank, LARGE, dtype).view(-1, WIDTH)
-    rows[torch.arange(len(rows)) % 20 >= 11] = 0
-    return rows.view(-1)
+    return sparse(rank, dtype, 11)
 
 
-def sparse(rank: int, dtype: torch.dtype) -> torch.Tensor:
+def sparse(rank: int, dtype: torch.dtype, kept: int = 1) -> torch.Tensor:
     """As the gradient of an embedding: 95 of 100 rows are zero."""
     rows = normal(rank, LARGE, dtype).view(-1, WIDTH)
-    rows[torch.arange(len(rows)) % 20 > 0] = 0
+    rows[torch.arange(len(rows)) % 20 >= kept] = 0
     return rows.view(-1)
 
 
 def sent(call: Callable[..., Any], everyone: Sequence[torch.Tensor], rank: int, codec: LossyCodec | None) -> int:
     """Bytes that a call sends from this rank."""
     counters.reset()
-    call(api(codec), everyone, rank, codec or Round(), dist.ReduceOp.SUM, False)
+    call(Call(api(codec), everyone, rank, codec or Round()))
     return sum(row["wire_bytes"] for row in counters.rows())
 
 
@@ -224,29 +218,23 @@ def no_counts() -> Iterator[None]:
     counters.reset()
 
 
-@pytest.mark.parametrize("codec", [TacoFp8(), Int(bits=8, hadamard=True)], ids=str)
+GROUPED = (TacoFp8(), Int(bits=8, hadamard=True))
+WHY = {"not finite": float("nan"), "not finite either": float("-inf"), "overflow": 1e38, "": 1.0}
+
+
 @pytest.mark.parametrize(
-    ("value", "why"), [(float("nan"), "not finite"), (float("-inf"), "not finite"), (1e38, "overflow"), (1.0, "")]
+    ("codec", "why"), [*itertools.product(GROUPED, WHY), (Int(bits=8, group=512), "smaller")], ids=str
 )
-def test_a_frame_names_why_it_is_exact(codec: LossyCodec, value: float, why: str) -> None:
+def test_a_frame_names_why_it_is_exact(codec: LossyCodec, why: str) -> None:
+    """A group of few values is smaller without its scale."""
     words = torch.arange(1.0, 4097.0).to(torch.bfloat16)
-    words[128:256] = value
+    words[128:256] = WHY.get(why, 1.0)
     words[200] *= 3
-    context: Any = SimpleNamespace(
-        role="tp", op="all_reduce", state=SimpleNamespace(lossy_numbers=lambda *key: count(1))
-    )
-    LossyFrames(context, codec, 512, "auto").compress(words, True, PooledBuffers())
+    state = SimpleNamespace(lossy_numbers=lambda *key: count(1))
+    context: Any = SimpleNamespace(role="tp", op="all_reduce", state=state)
+    LossyFrames(context, codec, 512, "auto").compress(words[:4] if why == "smaller" else words, True, PooledBuffers())
     (found,) = counters.lossy()
-    assert (found["frames"], found["exact"]) == (1, {why: 1} if why else {})
-
-
-def test_few_values_are_smaller_without_a_scale() -> None:
-    context: Any = SimpleNamespace(role="ep", op="send", state=SimpleNamespace(lossy_numbers=lambda *key: count(1)))
-    LossyFrames(context, Int(bits=8, group=512), 512, "auto").compress(
-        torch.ones(4, dtype=torch.bfloat16), True, PooledBuffers()
-    )
-    (found,) = counters.lossy()
-    assert (found["frames"], found["exact"]) == (1, {"smaller": 1})
+    assert (found["frames"], found["exact"]) == (1, {why.removesuffix(" either"): 1} if why else {})
 
 
 @pytest.mark.parametrize(
@@ -370,8 +358,7 @@ def several_nodes(rank: int, ranks: int) -> list[str]:
             lossy_calls.to_several_owners,
         ):
             used.clear()
-            got, wanted = call(api(codec, reduction="fp32"), everyone, rank, codec, dist.ReduceOp.SUM, False)
-            same(got, wanted)
+            same(*call(Call(api(codec, reduction="fp32"), everyone, rank, codec)))
             by_value = isinstance(codec, Round)
             assert bool(used) == (call is lossy_calls.gather_in_place or (call is lossy_calls.exchange and by_value)), (
                 f"{call.__name__} by {codec}: {used}"
