@@ -629,17 +629,6 @@ def ranks_outside_the_group(rank: int, ranks: int) -> None:
 
 
 @runner.together(2)
-def two_roles(rank: int, ranks: int) -> None:
-    """One message under two roles in turn, one of which is never coded."""
-    config = replace(ALWAYS, roles={"ep": "never"})
-    counters.reset()
-    for role in ("dp", "ep", "dp", "ep"):
-        comm.all_reduce(torch.ones(NUMEL), config=config, role=role)
-    found = {(row["role"], row["op"]): (row["calls"], row["reasons"]) for row in counters.rows()}
-    assert found == {("dp", "all_reduce"): (2, {}), ("ep", "all_reduce"): (0, {"role is never coded": 2})}
-
-
-@runner.together(2)
 def compared(rank: int, ranks: int) -> None:
     """Under torch's comparison of ranks, which takes messages of other numbers for a wrong program, everything passes."""
     dist.set_debug_level(dist.DebugLevel.DETAIL)

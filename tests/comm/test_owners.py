@@ -270,16 +270,6 @@ def competing(rank: int, ranks: int) -> None:
     assert [count for _, count in row["choices"].values()] == [1]
 
 
-def test_what_is_promising() -> None:
-    """Uncoded frames are not tried where the link is so slow that coded ones must be faster, as with a reduce-scatter."""
-    message = admission.Message("reduce_to_owners", torch.bfloat16, 8 * MIB, 2, "cpu", "gloo", "zero_grad", "SUM")
-    plans = admission.candidates(message, AUTO, exact=True)
-    points = ((1.0, 1e-4), (1e9, 10.0))
-    slow = cost_model.LinkProfile(points, encode=8e9, decode=8e9, add=8e9, copy=2e10, add_raw=1e10, call=1e-4)
-    assert [str(plan) for plan in cost_model.prune_candidates(plans, message, slow)] == ["plain", "cascade frames"]
-    assert cost_model.prune_candidates(plans, message, None) == plans
-
-
 FP32 = replace(sums.CODED, reduction="fp32")
 AUTO_FP32 = ZipcclConfig(enabled=True, min_bytes=0, reduction="fp32")
 #: Nodes whose ranks do not follow each other.
@@ -292,8 +282,6 @@ def misaligned(tensor: torch.Tensor) -> torch.Tensor:
     return torch.cat([tensor[:0].new_zeros(1), tensor])[1:]
 
 
-@runner.together(4, nodes_of(2, 2), (4 * 70001,))
-@runner.together(6, MIXED, (7, 20001))
 @runner.together(6, MIXED, (7, 20001))
 @runner.together(4, nodes_of(2, 2), (4 * 70_001,))
 @runner.together(4, nodes_of(2, 2))
@@ -565,16 +553,6 @@ def test_damaged_frames_raise(tmp_path: Path, op: str) -> None:
     said = test_work.survive(tmp_path, garbage, 4, op)
     assert sorted(said) == [0, 1, 2, 3]
     assert "frame from global rank 1 refused: VERSION: " in said[0] and all(said[rank] for rank in (2, 3)), said
-
-
-def dying(rank: int, ranks: int, group: dist.ProcessGroup, op: str) -> None:
-    levels.pretend(nodes_of(2, 2))
-    test_work.dying(rank, ranks, group, op, FP32)
-
-
-def test_a_rank_that_dies(tmp_path: Path) -> None:
-    said = test_work.survive(tmp_path, dying, 4, "all_reduce")
-    assert sorted(said) == [0, 1, 2] and all(text.startswith("all_reduce (group ") for text in said.values())
 
 
 # Messages of many fragments, whose levels and gather overlap.
