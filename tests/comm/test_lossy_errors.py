@@ -150,18 +150,6 @@ def errors_are_counted(rank: int, ranks: int) -> None:
     assert counters.lossy()[1]["exact"] == {"dtype int32 is never lossy": 1}
 
 
-@runner.together(2, full="a counter")
-def frames_that_went_exact(rank: int, ranks: int) -> None:
-    """A frame whose payload cannot hold a value says why."""
-    codec = next((codec for codec in CODECS if not isinstance(codec, Round)), None)
-    if codec is None:
-        return  # no codec whose frames can fail to hold values
-    mine = normal(rank, 40_000, torch.float32)
-    mine[7] = math.nan
-    api(codec).all_gather_into_tensor(torch.empty(40_000 * ranks), mine)
-    assert counters.lossy()[0]["exact"].get("not finite", 0) > 0
-
-
 def exact_owner() -> None:
     """The owner keeps its exact sum."""
     compress = host_frames.FrameCoder.compress

@@ -14,11 +14,7 @@ import ranks as runner
 import sums
 import torch
 import torch.distributed as dist
-from sums import (
-    bell,
-    coded,
-    wild,
-)
+from sums import bell, coded
 
 from ds_zipccl import comm
 from ds_zipccl.comm import reduction_order, spans
@@ -75,21 +71,6 @@ def fp32_by_definition(rank: int, ranks: int) -> None:
     assert not torch.equal(plain, other)  # or the two kinds of reduction would not have been told apart
 
 
-@runner.together(3)
-def same_everywhere(rank: int, ranks: int) -> None:
-    """The same bits on all ranks and with any codec."""
-    results = []
-    for codec in ("cascade", "raw"):
-        for kind in ("match", "fp32"):
-            tensor = wild(rank, 3001, corpus.BF16, 0)
-            coded(codec=codec, reduction=kind).all_reduce(tensor)
-            results.append(tensor)
-    corpus.assert_same_bits(torch.stack(results[:2]), torch.stack(results[2:]))
-    first = torch.stack(results)
-    dist.broadcast(first, 0)
-    corpus.assert_same_bits(torch.stack(results), first)
-
-
 @runner.together(2)
 def strided(rank: int, ranks: int) -> None:
     """Tensors with gaps, of which gloo sums as many elements of memory as they have; and what it refuses."""
@@ -105,7 +86,7 @@ def strided(rank: int, ranks: int) -> None:
 
 
 @runner.together(2)
-def passes_and_complaints(rank: int, ranks: int) -> None:
+def passes(rank: int, ranks: int) -> None:
     tensor = torch.tensor([rank, 1.0])
     coded().all_reduce(tensor, dist.ReduceOp.MAX)
     assert tensor.tolist() == [ranks - 1, 1.0]
@@ -122,15 +103,6 @@ def passes_and_complaints(rank: int, ranks: int) -> None:
     if rank:
         assert coded().all_reduce(tensor, group=outside) is None
         assert coded().all_reduce_coalesced([tensor], group=outside) is None
-    calls: dict[str, Callable[[], Any]] = {
-        "input must have 2 times 3 elements": lambda: coded().reduce_scatter_tensor(torch.ones(3), torch.ones(5)),
-        "input_list must have 2 tensors": lambda: coded().reduce_scatter(torch.ones(3), [torch.ones(3)]),
-        "no tensors": lambda: coded().all_reduce_coalesced([]),
-        "one dtype": lambda: coded().all_reduce_coalesced([torch.ones(2), torch.ones(2).half()]),
-    }
-    for message, call in calls.items():
-        with pytest.raises(ValueError, match=message):
-            call()
 
 
 class Given:
