@@ -16,7 +16,8 @@ import ranks as runner
 import torch
 import torch.distributed as dist
 from levels import CountingTransport, Nodes, in_one_level_only, nodes_of
-from sums import CODED, bell, wild
+from moves import CODED
+from sums import bell, wild
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from ds_zipccl import comm

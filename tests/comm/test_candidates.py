@@ -15,7 +15,6 @@ import ranks as runner
 import tiers
 import torch
 import torch.distributed as dist
-from operations import arguments
 from tiers import mostly_full
 
 from ds_zipccl import comm
@@ -163,24 +162,6 @@ def incompressible(rank: int, ranks: int) -> None:
     coded = [ratio < 0.9995 for ratio in ratios[:40]]  # an uncoded frame adds nothing but its header
     assert sum(coded) <= 4 and coded[0]
     assert all(ratio > 1.4 for ratio in ratios[-20:])
-
-
-@runner.together(3)
-def every_operation(rank: int, ranks: int) -> None:
-    """Every operation under auto, sizes and dtypes mixed, bits against the plain one."""
-    choice = random.Random(7)
-    for _ in range(150):
-        numel, dtype = ranks * choice.choice([20_000, 50_000]), choice.choice([torch.bfloat16, torch.float32])
-        x = torch.randn(numel, generator=torch.Generator().manual_seed(choice.randrange(1 << 30) + rank)).to(dtype)
-        op = choice.choice(
-            ["all_gather_into_tensor", "reduce_scatter_tensor", "all_reduce", "all_to_all_single", "broadcast"]
-        )
-        results = []
-        for module, more in ((dist, {}), (comm, {"config": AUTO})):
-            given = arguments(x, ranks)[op]
-            getattr(module, op)(*given, **more)
-            results.append(given[0])
-        corpus.assert_same_bits(*results)
 
 
 @runner.together(4, 2)

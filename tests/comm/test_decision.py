@@ -434,11 +434,7 @@ def test_the_table_names_the_kind(members: Any) -> None:
     words = "float32{}, {}, 2 ranks{}, group 7"
     size = "up to 0.0312 MiB"
     assert rows == {
-        "dp": {
-            words.format("", size, ""),
-            words.format(" AVG", size, ""),
-            words.format("", size, ", with a base"),
-        },
+        "dp": {words.format("", size, ""), words.format(" AVG", size, ""), words.format("", size, ", with a base")},
         "zero_grad": {words.format("", size, "")},
         "ep": {words.format("", f"{size} sent by a rank", "")},
     }

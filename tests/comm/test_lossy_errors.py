@@ -18,7 +18,6 @@ import test_lossy_messages
 import torch
 import torch.distributed as dist
 from lossy_calls import CODECS, Call, api, normal
-from sums import CODED
 from tiers import mostly_full
 
 from ds_zipccl import comm
@@ -307,23 +306,6 @@ def alarm(rank: int, ranks: int, plant: Callable[[], None] | None, complaint: st
         return
     with pytest.raises(comm.ShadowMismatch, match=complaint):
         call(output, mine)
-
-
-@runner.together(2, full="sends are compared bit by bit, as without a codec")
-def sends_are_compared_too(rank: int, ranks: int) -> None:
-    """The receiver of a send has the very values of the codec."""
-    mine = normal(0, SMALL, torch.bfloat16)
-    config = replace(CODED, check="shadow")
-    if rank == 0:
-        comm.send(mine, 1, config=config, lossy=Round(3))
-        frames.project = lambda flat, codec, **more: project(flat, Round(2), **more)
-        frames.compress = lambda flat, codec, **settings: good(flat, Round(2), **settings)
-        comm.send(mine, 1, config=config, lossy=Round(3))
-        return
-    got = torch.empty_like(mine)
-    comm.recv(got, 0, config=config)
-    with pytest.raises(comm.ShadowMismatch):
-        comm.recv(got, 0, config=config)
 
 
 RANKS, STEPS, RANK = 3, 12, 4

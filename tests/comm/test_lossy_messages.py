@@ -18,7 +18,7 @@ import ranks as runner
 import torch
 import torch.distributed as dist
 from lossy_calls import CODECS, EVERYTHING, Call, api, normal, same, with_specials
-from sums import CODED
+from moves import CODED
 
 from ds_zipccl import comm
 from ds_zipccl.codecs import project

@@ -19,8 +19,8 @@ import test_work
 import torch
 import torch.distributed as dist
 from levels import Nodes, Summed, in_one_level, in_one_level_only, in_two_levels, nodes_of
-from moves import flip_a_bit
-from sums import CODED, MIB, all_reduce_by_memory, assert_same_sums, bell, coded, other_order, sizes_for, wild
+from moves import CODED, flip_a_bit
+from sums import MIB, all_reduce_by_memory, assert_same_sums, bell, coded, other_order, sizes_for, wild
 from test_pipeline import in_small_pieces
 
 from ds_zipccl import comm
@@ -270,7 +270,7 @@ def competing(rank: int, ranks: int) -> None:
     assert [count for _, count in row["choices"].values()] == [1]
 
 
-FP32 = replace(sums.CODED, reduction="fp32")
+FP32 = replace(CODED, reduction="fp32")
 AUTO_FP32 = ZipcclConfig(enabled=True, min_bytes=0, reduction="fp32")
 #: Nodes whose ranks do not follow each other.
 MIXED = [[0, 3], [1, 2], [4, 5]]
@@ -289,11 +289,7 @@ def misaligned(tensor: torch.Tensor) -> torch.Tensor:
 @runner.together(8, nodes_of(4, 2), full="eight ranks on two cores")
 @runner.together(8, nodes_of(2, 4), full="eight ranks on two cores")
 def as_documented(
-    rank: int,
-    ranks: int,
-    nodes: Nodes,
-    sizes: Sequence[int] = SIZES,
-    plant: Callable[[], None] | None = None,
+    rank: int, ranks: int, nodes: Nodes, sizes: Sequence[int] = SIZES, plant: Callable[[], None] | None = None
 ) -> None:
     """Sums have the bits of the order that the documentation names, in every dtype, blocking and not, through frames only."""
     levels.pretend(nodes)
@@ -482,7 +478,7 @@ def groups(rank: int, ranks: int) -> None:
         comm.all_reduce(got, group=uneven, config=FP32)
         corpus.assert_same_bits(got, in_one_level(everyone[:4]))
     got, wanted = everyone[rank].clone(), everyone[rank].clone()
-    comm.all_reduce(got, config=sums.CODED)
+    comm.all_reduce(got, config=CODED)
     dist.all_reduce(wanted)
     corpus.assert_same_bits(got, wanted)
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
 import corpus
@@ -13,9 +11,9 @@ import moves
 import sums
 import torch
 import torch.distributed as dist
-from sums import CODED
+from moves import CODED
+from operations import Coded
 
-from ds_zipccl import comm
 from ds_zipccl.codecs import project
 from ds_zipccl.codecs.registry import LOSSY_SPECS
 from ds_zipccl.comm.spans import cut
@@ -27,13 +25,10 @@ from ds_zipccl.lossy import Int, LossyCodec, Round, TacoFp8, Zfp
 CODECS: tuple[LossyCodec, ...] = tuple(
     codec for codec in (Round(3), Round(1), TacoFp8(), Int(6, 32), Zfp(8)) if type(codec) in LOSSY_SPECS
 )
-NAMES = (*sums.NAMES, "reduce_to_owners", "all_to_all", "all_to_all_single", "all_gather", "all_gather_into_tensor")
 
 
-def api(lossy: LossyCodec | None, config: ZipcclConfig = CODED, **settings: Any) -> SimpleNamespace:
-    """The collectives of comm with a config and a codec bound."""
-    config = replace(config, **settings)
-    return SimpleNamespace(**{name: partial(getattr(comm, name), config=config, lossy=lossy) for name in NAMES})
+def api(lossy: LossyCodec | None, config: ZipcclConfig = CODED, **settings: Any) -> Coded:
+    return Coded(replace(config, **settings), lossy=lossy)
 
 
 def normal(rank: int, size: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:

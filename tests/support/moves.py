@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
-from types import MappingProxyType, SimpleNamespace
+from types import MappingProxyType
 from typing import Any
 
 import corpus
 import torch
+from operations import Coded
 
-from ds_zipccl import comm
 from ds_zipccl.comm.host import frames
 from ds_zipccl.config import ZipcclConfig
 from ds_zipccl.telemetry import counters
@@ -21,10 +20,8 @@ SIZES = (0, 1, 2, 7, 2049, 20001)
 NAMES = ("all_gather", "all_gather_into_tensor", "all_gather_coalesced", "broadcast", "all_to_all", "all_to_all_single")
 
 
-def coded(**settings: Any) -> SimpleNamespace:
-    """The collectives of comm with a config bound."""
-    config = replace(CODED, **settings)
-    return SimpleNamespace(**{name: partial(getattr(comm, name), config=config) for name in NAMES})
+def coded(**settings: Any) -> Coded:
+    return Coded(replace(CODED, **settings))
 
 
 def filled(rank: int, size: int, kind: corpus.Float, seed: int) -> torch.Tensor:
