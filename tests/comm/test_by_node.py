@@ -16,7 +16,7 @@ import ranks as runner
 import torch
 import torch.distributed as dist
 from levels import CountingTransport, Nodes, in_one_level_only, nodes_of
-from moves import CODED
+from moves import CODED, exchanged
 from sums import bell, wild
 from torch.multiprocessing.reductions import StorageWeakRef
 
@@ -51,16 +51,11 @@ def rows_of(ranks: int, seed: int) -> list[list[int]]:
     return rows if seed % 7 else [[0] * ranks for _ in range(ranks)]
 
 
-def exchanged(rank: int, ranks: int, seed: int, later: bool = False, config: ZipcclConfig = CODED) -> torch.Tensor:
-    """One uneven exchange; returns the output, after a comparison of its bits."""
+def exchange(rank: int, ranks: int, seed: int, later: bool = False, config: ZipcclConfig = CODED) -> None:
+    """One uneven exchange."""
     rows, kind = rows_of(ranks, seed), KINDS[seed % 2]
-    sent = [wild(peer, sum(row) * WIDTH, kind, seed).view(-1, WIDTH) for peer, row in enumerate(rows)]
-    coming = [row[rank] for row in rows]
-    out = torch.empty(sum(coming), WIDTH, dtype=kind.dtype)
-    handle = comm.all_to_all_single(out, sent[rank], coming, rows[rank], None, later, config=config, role="ep")
-    handle.wait() if later else None
-    corpus.assert_same_bits(out, torch.cat([tensor.split(row)[rank] for tensor, row in zip(sent, rows, strict=True)]))
-    return out
+    sent = [wild(peer, sum(row) * WIDTH, kind, seed).view(-1, WIDTH).split(row) for peer, row in enumerate(rows)]
+    exchanged(rank, sent, later, config=config, role="ep")
 
 
 def small_fragments() -> None:
@@ -77,7 +72,7 @@ def by_node(rank: int, ranks: int, nodes: Nodes, seeds: range, plant: Callable[[
     if plant is not None:
         plant()
     for seed in seeds:
-        exchanged(rank, ranks, seed, later=seed % 3 == 0)
+        exchange(rank, ranks, seed, later=seed % 3 == 0)
         numel = ranks * (0, 1, 700, 150_000)[seed % 4]
         sent = [wild(peer, numel, KINDS[seed // 2 % 2], seed) for peer in range(ranks)]
         out = sent[rank].clone()
@@ -280,12 +275,10 @@ def tokens(
     for kind in ("dispatch", "combine.bwd"):
         if kind == "combine.bwd":
             sent = [[part * (1 + 0.1 * number) for number, part in enumerate(parts)] for parts in sent]
-        counts, coming = [len(part) for part in sent[rank]], [len(parts[rank]) for parts in sent]
-        out = torch.empty(sum(coming), width, dtype=torch.bfloat16)
-        source = torch.cat(sent[rank]).bfloat16()
+        counts = [len(part) for part in sent[rank]]
         CountingTransport.begin()
-        comm.all_to_all_single(out, source, coming, counts, config=config, role="ep", kind=kind)
-        corpus.assert_same_bits(out, torch.cat([parts[rank] for parts in sent]).bfloat16())
+        rounded = [[part.bfloat16() for part in parts] for parts in sent]
+        exchanged(rank, rounded, config=config, role="ep", kind=kind)
         found.append(sum(counts[2:] if rank < 2 else counts[:2]) * 2 * width / CountingTransport.between)
     return found
 
@@ -331,7 +324,7 @@ def chosen(rank: int, ranks: int) -> None:
     tuner_rules.CLEARLY_SLOWER = 1e9
     auto = replace(CODED, mode="auto")
     for _ in range(4 * sum(tuner_rules.EXCHANGE_ROUNDS) + 8):
-        exchanged(rank, ranks, 4, config=auto)
+        exchange(rank, ranks, 4, config=auto)
     assert "cascade frames by node " in render()
 
 
@@ -423,15 +416,18 @@ def what_the_counters_say(rank: int, ranks: int) -> None:
     assert CountingTransport.between == pytest.approx(NBYTES / 4 / 1.5, rel=0.05)
 
 
-@runner.together(4)
-def memory_is_bounded(rank: int, ranks: int) -> None:
+@runner.together(4, nodes_of(2, 2))
+@runner.together(3, [], full="ten seconds; two nodes stay")
+def memory_is_bounded(rank: int, ranks: int, nodes: Nodes) -> None:
     """Frames may be a little larger than pieces, buffers are rounded up by an eighth; sums of nodes are made beside them."""
-    levels.pretend(nodes_of(2, 2))
+    levels.pretend(nodes)
     peaks = {}
     tensor = bell(rank, 12 << 20, corpus.BF16, 0)
-    calls = {name: CALLS[name] for name in ("reduce_scatter_tensor", "all_reduce", "balanced")}
-    calls["exchange"] = lambda x, ranks, **more: comm.all_to_all_single(torch.empty_like(x), x, **more)
-    calls["gather"] = lambda x, ranks, **more: comm.all_gather_into_tensor(x, x.chunk(ranks)[rank], **more)
+    calls = {name: CALLS[name] for name in ("reduce_scatter_tensor", "all_reduce", "balanced")} | {
+        "exchange": lambda x, ranks, **more: comm.all_to_all_single(torch.empty_like(x), x, **more),
+        "gather": lambda x, ranks, **more: comm.all_gather_into_tensor(x, x.chunk(ranks)[rank], **more),
+        "broadcast": lambda x, ranks, **more: comm.broadcast(x, 1, **more),
+    }
     for name, call in calls.items():
         POOL.peak = 0
         call(tensor, ranks, config=replace(FP32, staging_mib=6))

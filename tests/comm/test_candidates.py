@@ -15,16 +15,17 @@ import ranks as runner
 import tiers
 import torch
 import torch.distributed as dist
+from moves import exchanged
 from tiers import mostly_full
 
 from ds_zipccl import comm
 from ds_zipccl.comm import topology
-from ds_zipccl.comm.group_state import group_nodes, group_state, link_profile
+from ds_zipccl.comm.group_state import group_state, link_profile
 from ds_zipccl.comm.host import gather, pipeline, sums, tuner
 from ds_zipccl.comm.ops import all_reduce, all_to_all, broadcast, reduce_to_owners
 from ds_zipccl.config import ZipcclConfig
 from ds_zipccl.policy import tuner_rules
-from ds_zipccl.policy.admission import Decision, Message, candidates
+from ds_zipccl.policy.admission import Message
 from ds_zipccl.policy.cost_model import LinkProfile
 from ds_zipccl.policy.tuner_rules import choose, drifted, follow, probed, remaining
 from ds_zipccl.telemetry import counters
@@ -33,15 +34,6 @@ AUTO = ZipcclConfig(enabled=True, min_bytes=0)
 MESSAGE = Message("all_gather", torch.bfloat16, 1 << 20, 2, "cpu", "gloo", "dp")
 NUMEL = 40_000
 PHASE = 85
-
-
-def test_candidates() -> None:
-    assert [str(plan) for plan in candidates(MESSAGE, AUTO, True)] == ["plain", "uncoded frames", "cascade frames"]
-    assert [str(plan) for plan in candidates(MESSAGE, AUTO, False)] == ["uncoded frames", "cascade frames"]
-    raw = replace(AUTO, codec="raw")
-    assert [str(plan) for plan in candidates(MESSAGE, raw, True)] == ["plain", "uncoded frames"]
-    for config in (replace(AUTO, mode="always"), replace(AUTO, roles={"dp": "always"})):
-        assert candidates(MESSAGE, config, True) == (Decision(True, "cascade", ""),)
 
 
 def test_size_classes() -> None:
@@ -183,33 +175,6 @@ def by_nodes(rank: int, ranks: int, nodes: int) -> None:
     assert calls == [0] * calls_each + [everyone] * 2 * calls_each + [chosen] * calls_each
 
 
-@runner.together(4)
-def differences_by_node(rank: int, ranks: int) -> None:
-    """Differences are handed on as they are."""
-    group_state(None).nodes = [[0, 1], [2, 3]]
-    whole = torch.randn(ranks * NUMEL, generator=torch.Generator().manual_seed(1)).bfloat16()
-    found = {}
-    for step in range(tuner_rules.TRIAL_CALLS * 5 + tuner_rules.SETTLE_CALLS[1]):
-        wanted = (whole.float() * (1 + 1e-3 * step)).bfloat16()
-        whole.chunk(ranks)[rank].copy_(wanted.chunk(ranks)[rank])
-        counters.reset()
-        comm.all_gather_into_tensor(whole, whole.chunk(ranks)[rank], config=AUTO, base=comm.IN_PLACE)
-        corpus.assert_same_bits(whole, wanted)
-        found = counters.rows()[0]["differences"]
-    assert found == {"": 1}
-
-
-@runner.together(4)
-def here_and_there(rank: int, ranks: int) -> None:
-    """Nodes as ranks themselves say, of a part of them, before and after they were asked."""
-    part = dist.new_group([0, 2, 3])
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(topology, "here", lambda: "left" if rank % 2 else "right")
-        before = group_nodes(part) if rank != 1 else []
-        comm.calibrate()
-        assert before == [] and (rank == 1 or group_nodes(part) == [[0, 1], [2]])
-
-
 def test_topology() -> None:
     assert topology.levels([[0, 2], [1, 3]]) and not topology.levels([[0, 1, 2]])
     assert not topology.levels([[0], [1]]) and not topology.levels([[0, 1], [2]])
@@ -262,23 +227,12 @@ def rows_of(step: int, ranks: int, *, idle: bool) -> list[list[int]]:
     return rows if step % 29 else [[0] * ranks for _ in range(ranks)]
 
 
-def exchanged(rank: int, ranks: int, step: int, later: bool) -> None:
-    """One call, with the bits that arrive."""
-    rows = rows_of(step, ranks, idle=True)
-    source = [
-        torch.randn(sum(row) * WIDTH, generator=torch.Generator().manual_seed(100 * step + peer)).bfloat16()
-        for peer, row in enumerate(rows)
+def exchange(rank: int, ranks: int, step: int, later: bool) -> None:
+    sent = [
+        torch.randn(sum(row), WIDTH, generator=torch.Generator().manual_seed(100 * step + peer)).bfloat16().split(row)
+        for peer, row in enumerate(rows_of(step, ranks, idle=True))
     ]
-    leaving, coming = rows[rank], [row[rank] for row in rows]
-    out = torch.empty(sum(coming), WIDTH, dtype=torch.bfloat16)
-    handle = comm.all_to_all_single(
-        out, source[rank].view(-1, WIDTH), coming, leaving, None, later, config=AUTO, role="ep", kind=KINDS[step % 3]
-    )
-    handle.wait() if later else None
-    wanted = [
-        sent.split([count * WIDTH for count in row])[rank] for sent, row in zip(source, rows, strict=True) if sum(row)
-    ]
-    corpus.assert_same_bits(out.view(-1), torch.cat(wanted) if wanted else out.new_empty(0))
+    exchanged(rank, sent, later, config=AUTO, role="ep", kind=KINDS[step % 3])
 
 
 def chosen(
@@ -303,7 +257,7 @@ def chosen(
         if rank == 1 or step % ranks == rank:
             time.sleep(noise.random() / 500)
         asynchronous = {"never": False, "always": True, "rank 2": rank == 2, "mixed": noise.random() < 0.3}[later]
-        exchanged(rank, ranks, step, asynchronous)
+        exchange(rank, ranks, step, asynchronous)
     return said
 
 

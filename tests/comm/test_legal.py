@@ -6,7 +6,6 @@ import gc
 import itertools
 import threading
 import weakref
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -14,7 +13,7 @@ import pytest
 import ranks as runner
 import torch
 import torch.distributed as dist
-from operations import arguments
+from operations import Coded, arguments
 
 from ds_zipccl import comm
 from ds_zipccl.comm import work as operations
@@ -411,28 +410,26 @@ def test_tags_repeat_in_whole_operations() -> None:
     assert tags[0] + TAGS_PER_COLLECTIVE <= TagRange.POINT_TO_POINT
 
 
-def writes(module: Any, rank: int, ranks: int, more: dict[str, Any]) -> Iterator[tuple[str, list[torch.Tensor], Any]]:
-    """Calls of torch.distributed or of ours, with the tensors that they write."""
-    for name in ("all_reduce", "broadcast", "reduce", "all_gather", "all_gather_into_tensor", "reduce_scatter_tensor"):
-        given = arguments(filled(1), ranks)[name]
-        yield (
-            name,
-            given[0] if name == "all_gather" else [given[0]],
-            lambda name=name, given=given: getattr(module, name)(*given, **more),
-        )
-    one = filled(1)
-    yield "recv", [one], lambda: module.recv(one, 0, **more) if rank else module.send(filled(1), 1, **more)
-
-
 @runner.together(2)
 def versions_of_outputs(rank: int, ranks: int) -> None:
     """Autograd is told of as many writes as by torch's collectives: a program that runs with those runs with ours."""
+    names = (
+        "all_reduce",
+        "broadcast",
+        "reduce",
+        "all_gather",
+        "all_gather_into_tensor",
+        "reduce_scatter_tensor",
+        "recv",
+    )
     counted: list[dict[str, list[int]]] = []
-    for module, more in ((dist, {}), (comm, {"config": MODES["always"]})):
+    for api in (dist, Coded(ALWAYS)):
         found = {}
-        for name, outputs, call in writes(module, rank, ranks, more):
+        for name in names:
+            given = arguments(filled(1), ranks).get(name, (filled(1), 0))
+            outputs = given[0] if isinstance(given[0], list) else [given[0]]
             before = [tensor._version for tensor in outputs]
-            call()
+            api.send(filled(1), 1) if name == "recv" and rank == 0 else getattr(api, name)(*given)
             found[name] = [tensor._version - start for tensor, start in zip(outputs, before, strict=True)]
         counted.append(found)
     plain, ours = counted

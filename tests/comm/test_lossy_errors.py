@@ -312,6 +312,7 @@ RANKS, STEPS, RANK = 3, 12, 4
 #: Rows and columns of the matrices, each behind a gap of so many other elements.
 SHAPES, GAP = [(24, 40), (33, 17)], 5
 NUMEL = sum(rows * columns + GAP for rows, columns in SHAPES)
+FIRST = slice(GAP, GAP + SHAPES[0][0] * SHAPES[0][1])
 Given = Callable[[int, int], torch.Tensor]
 
 
@@ -397,9 +398,7 @@ def missing(given: Given, state: list[list[Matrix]], results: list[list[torch.Te
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_what_did_not_arrive_is_in_the_errors_of_all_ranks(dtype: torch.dtype) -> None:
-    def given(step: int, rank: int) -> torch.Tensor:
-        return gradients(step, rank, dtype)
-
+    given = partial(gradients, dtype=dtype)
     state, results, sent, deviation = run(given)
     assert missing(given, state, results) < 1e-5
     assert deviation < 1e-5 * STEPS
@@ -444,9 +443,8 @@ def test_a_matrix_that_is_not_finite_on_one_rank_goes_exactly_on_all(value: floa
 
     state, results, *_ = run(given, steps=3)
     assert all(own[0].error is None and not own[0].arrived and own[1].arrived for own in state)
-    first = slice(GAP, GAP + SHAPES[0][0] * SHAPES[0][1])
-    exact = torch.stack([given(2, rank) for rank in range(RANKS)]).sum(0)[first]
-    assert torch.equal(results[0][2][first].isfinite(), exact.isfinite())
+    exact = torch.stack([given(2, rank) for rank in range(RANKS)]).sum(0)[FIRST]
+    assert torch.equal(results[0][2][FIRST].isfinite(), exact.isfinite())
     assert all(bool(one.factor.isfinite().all()) for own in state for one in own)
     state, results, *_ = run(given, steps=5)
     assert all(bool(one.isfinite().all()) for one in results[0][3:]), "what is not finite is not kept"
@@ -457,17 +455,14 @@ def test_an_overflow_of_float16_arrives_as_infinity() -> None:
     """The check of the loss scaler looks for it; large sums without an infinity stay factors."""
 
     def given(step: int, rank: int) -> torch.Tensor:
-        rows, columns = SHAPES[0]
         flat = gradients(step, rank, torch.float16)
-        place = slice(GAP, GAP + rows * columns)
-        flat[place] = 20000.0 if step == 1 else 25000.0 if step == 2 else 1.0
+        flat[FIRST] = 20000.0 if step == 1 else 25000.0 if step == 2 else 1.0
         return flat
 
     state, results, *_ = run(given, steps=2)
     assert all(own[0].arrived for own in state) and bool(results[0][1].isfinite().all())
     state, results, *_ = run(given, steps=3)
-    first = slice(GAP, GAP + SHAPES[0][0] * SHAPES[0][1])
-    assert all(bool(one[2][first].isinf().all()) for one in results)
+    assert all(bool(one[2][FIRST].isinf().all()) for one in results)
     assert all(not own[0].arrived and own[0].error is None and own[1].arrived for own in state)
 
 

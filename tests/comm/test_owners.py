@@ -444,13 +444,14 @@ for nodes in (nodes_of(2, 2), nodes_of(2, 4), MIXED):
 @runner.together(4, [[0, 1, 2, 3]])
 @runner.together(4, [])
 def one_level(rank: int, ranks: int, nodes: Nodes) -> None:
-    """Nodes that are uneven, have a rank each, are one or unknown."""
+    """Nodes that are uneven, have a rank each, are one or unknown. Whatever NaN comes, its sum is one NaN."""
     levels.pretend(nodes)
-    everyone = [bell(peer, 20001, corpus.BF16, 0) for peer in range(ranks)]
-    assert not torch.equal(in_one_level(everyone), in_two_levels(everyone, nodes_of(2, 2)))
-    got = everyone[rank].clone()
-    comm.all_reduce(got, config=FP32)
-    corpus.assert_same_bits(got, in_one_level(everyone))
+    for fill in (bell, wild):
+        everyone = [fill(peer, 20001, corpus.BF16, 0) for peer in range(ranks)]
+        assert not torch.equal(in_one_level(everyone), in_two_levels(everyone, nodes_of(2, 2)))
+        got = everyone[rank].clone()
+        comm.all_reduce(got, config=FP32)
+        corpus.assert_same_bits(got, in_one_level(everyone))
 
 
 @runner.together(6)

@@ -26,7 +26,6 @@ from ds_zipccl import comm
 from ds_zipccl.comm import decision
 from ds_zipccl.comm.host.buffer_pool import POOL
 from ds_zipccl.comm.host.p2p import choice, message
-from ds_zipccl.comm.host.p2p import message as p2p_message
 from ds_zipccl.comm.host.p2p.message import ANNOUNCEMENT_BYTES, Announcement, Body, parse_announcement
 from ds_zipccl.comm.ops import p2p
 from ds_zipccl.comm.transport.protocol import BODY_TAGS, TAGS_PER_RANGE, TagRange
@@ -175,15 +174,6 @@ def test_tags_of_our_own_are_refused(plan_of: Callable[..., admission.Decision])
         plan_of(0, TagRange.COLLECTIVE, CODED)
     for config in (ZipcclConfig(), replace(CODED, roles={"pp": "never"})):
         assert not plan_of(0, TagRange.COLLECTIVE, config).frames, "where nothing is coded the tag is the program's"
-
-
-def test_a_timeout_is_the_transports() -> None:
-    """Without one the group's own counts, which gloo takes where none is given."""
-    given: list[tuple[timedelta, ...]] = []
-    handle: Any = SimpleNamespace(wait=lambda *timeout: given.append(timeout))
-    p2p_message.wait(handle, None)
-    p2p_message.wait(handle, timedelta(seconds=3))
-    assert given == [(), (timedelta(seconds=3),)]
 
 
 #: Fragments of 128 KiB.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any
 
 import corpus
@@ -15,12 +14,10 @@ import test_bases
 import torch
 import torch.distributed as dist
 from moves import CODED
-from operations import arguments
 
 from ds_zipccl import comm
 from ds_zipccl.comm.host import frames, gather, pipeline
 from ds_zipccl.comm.host import sums as reduce_scatter
-from ds_zipccl.comm.host.buffer_pool import POOL
 from ds_zipccl.comm.host.pipeline import detached
 from ds_zipccl.comm.ops import all_reduce, all_to_all, broadcast, reduce_to_owners
 from ds_zipccl.policy import wire
@@ -74,27 +71,6 @@ for ranks in (2, 3, 4):
 runner.together(3, test_bases.steps, ("in place",), 1 << 15, 2)(in_small_pieces)
 
 
-def skewed(rank: int, ranks: int) -> None:
-    """Very uneven segments: one rank has far more turns than the others."""
-    sizes = [[30_000 if (a, b) == (0, 1) else 100 * (a + b) for b in range(ranks)] for a in range(ranks)]
-    send = [
-        corpus.tensor(corpus.bell(size, corpus.BF16, 10 * rank + peer), corpus.BF16)
-        for peer, size in enumerate(sizes[rank])
-    ]
-    got = [torch.empty(sizes[peer][rank], dtype=torch.bfloat16) for peer in range(ranks)]
-    comm.all_to_all(got, send, config=CODED)
-    for peer, tensor in enumerate(got):
-        corpus.assert_same_bits(
-            tensor, corpus.tensor(corpus.bell(sizes[peer][rank], corpus.BF16, 10 * peer + rank), corpus.BF16)
-        )
-
-
-@runner.together(3)
-def uneven_turns(rank: int, ranks: int) -> None:
-    turns = in_small_pieces(rank, ranks, skewed, wanted=0)
-    assert rank or turns > 10
-
-
 def sharing(rank: int, ranks: int) -> None:
     """Inputs that lie where other outputs are written."""
     memory = torch.arange(ranks * 5000, dtype=torch.float32) + 1e6 * rank
@@ -122,14 +98,6 @@ def sharing(rank: int, ranks: int) -> None:
 
 
 runner.together(3, sharing)(in_small_pieces)
-
-
-def test_only_what_is_overwritten_too_early_is_copied() -> None:
-    memory = torch.zeros(100)
-    first, second, across = memory[:50], memory[50:], memory[25:75]
-    sources = [first, second, across, torch.zeros(3), memory[:0]]
-    kept = detached(sources, [first, second], [first, first, across, first, first])
-    assert [got is source for got, source in zip(kept, sources, strict=True)] == [True, False, False, True, True]
 
 
 MEMORY = torch.zeros(100)
@@ -160,19 +128,6 @@ def test_what_is_copied(case: str) -> None:
     flat = MEMORY[slice(*source)]
     (kept,) = detached([flat], [MEMORY[slice(*span)] for span in written], [MEMORY[slice(*home)]])
     assert (kept is not flat) == copied and kept.equal(flat)
-
-
-@runner.together(3, full="ten seconds; the messages in pieces stay")
-def memory_is_bounded(rank: int, ranks: int) -> None:
-    """Frames may be a little larger than pieces, buffers are rounded up by an eighth; a sum is made beside them."""
-    peaks = []
-    tensor = corpus.tensor(corpus.bell(12 << 20, corpus.BF16, rank), corpus.BF16)
-    for name in ("all_reduce", "broadcast", "all_to_all_single", "all_gather_into_tensor", "reduce_scatter_tensor"):
-        given = arguments(tensor, ranks)[name]
-        POOL.peak = 0
-        getattr(comm, name)(*given, config=replace(CODED, staging_mib=6))
-        peaks.append(POOL.peak)
-    assert all(0 < peak <= 1.3 * (6 << 20) for peak in peaks), peaks
 
 
 @runner.together(3)

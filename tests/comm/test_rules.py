@@ -302,22 +302,6 @@ def test_a_probe_alone_switches_nothing() -> None:
     assert job.tuner.decide(window * step_rules.TRIAL_WINDOWS) and job.tuner.chosen == CODED
 
 
-def test_arms_follow_step_numbers_and_agreed_times_alone() -> None:
-    """Tuners with equal agreed times are in step, whatever their ranks measured."""
-    one, two = StepTuner(CODED), StepTuner(CODED)
-    rng = random.Random(5)
-    timed = 0
-    for _ in range(5000):
-        assert one.schedule == two.schedule
-        ended = one.end_step()
-        assert ended == two.end_step()
-        timed += ended.timed
-        if ended.agree:
-            times = [rng.uniform(0.5, 1.5) for _ in range(timed)]
-            assert one.decide(times) == two.decide(times)
-            timed = 0
-
-
 @pytest.mark.parametrize("wrong", [math.inf, math.nan, 0.0])
 def test_times_that_did_not_arrive_do_not_count(wrong: float) -> None:
     job = Job(CODED, lambda step: 0.1, lambda step: 1.0, lambda step: wrong).run(1000)

@@ -105,32 +105,6 @@ def passes(rank: int, ranks: int) -> None:
         assert coded().all_reduce_coalesced([tensor], group=outside) is None
 
 
-class Given:
-    """Contributions that are here."""
-
-    def __init__(self, rank: int, given: list[torch.Tensor]) -> None:
-        self.rank, self.own, self._given = rank, given[rank], given
-
-    def take(self, rank: int, into: torch.Tensor) -> torch.Tensor:
-        return self.own if rank == self.rank else into.copy_(self._given[rank])
-
-    def add(self, rank: int, sums: torch.Tensor) -> None:
-        sums.add_(self._given[rank].to(sums.dtype))
-
-    def add_taken(self, taken: torch.Tensor, sums: torch.Tensor) -> None:
-        sums.add_(taken)
-
-
-@pytest.mark.parametrize("rank", [0, 1, 2])
-def test_fp32_sums_of_nan_are_one_nan(rank: int) -> None:
-    """Whatever payload and sign came: bf16 rounds a NaN by cutting it."""
-    words = [[0x7FC1, 0xFFC0, 0x3F80], [0x3F80, 0x3F80, 0x7F81], [0x0000, 0x7FFF, 0x4000]]
-    given = [torch.tensor(row, dtype=torch.int32).to(torch.int16).view(torch.bfloat16) for row in words]
-    out = torch.zeros(3, dtype=torch.bfloat16)
-    reduction_order.Reduction("fp32", "SUM", 3).fold(Given(rank, given), out, [slice(0, 3)], 3)
-    assert out.view(torch.int16).tolist() == [0x7FC0] * 3
-
-
 def test_sums_on_a_device_need_no_word_of_the_device() -> None:
     """A meta tensor has no values: the host cannot read one."""
     sums, values = (torch.empty(9, dtype=dtype, device="meta") for dtype in (torch.bfloat16, torch.bfloat16))

@@ -176,13 +176,6 @@ def test_threads_end_with_their_last_operation() -> None:
     assert len(serving) >= 3 and not any(thread.is_alive() for thread in serving)
 
 
-def test_a_future_that_is_asked_for_late_is_done() -> None:
-    tensor = torch.ones(1)
-    handle = work.start("trial", [tensor], lambda: None)
-    handle.wait()
-    assert handle.get_future().done() and handle.get_future().value()[0] is tensor
-
-
 def test_handles_are_those_of_torch() -> None:
     """Programs ask for the type, and torch's own functions too."""
     posted = work.PostedWork("send", [], lambda timeout: None, lambda: 0)
