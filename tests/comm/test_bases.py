@@ -262,6 +262,7 @@ def nodes_share_a_copy(rank: int, ranks: int) -> None:
         trainer.kept[0].memory[0, 0] = 1.0 + rank
     dist.barrier()
     assert before != trainer.kept[0].memory[0, 0] == 1.0 + rank // 2 * 2
+    assert comm.allocate_bases([], "host", dist.group.WORLD) == []
 
 
 @runner.together(3)
@@ -342,11 +343,6 @@ def trials(rank: int, ranks: int) -> None:
         if timed and differences:
             found.append(differences == {"": 1})
     assert found[: tuner_rules.TRIAL_CALLS] == [True] * tuner_rules.TRIAL_CALLS
-
-
-@runner.together(2)
-def nothing_to_keep(rank: int, ranks: int) -> None:
-    assert comm.allocate_bases([], "host", dist.group.WORLD) == []
 
 
 def storage(numel: int, dtype: torch.dtype, seed: int) -> torch.Tensor:

@@ -145,24 +145,19 @@ def disagreeing(rank: int, ranks: int, split: list[int]) -> None:
     comm.all_to_all_single(out, source, coming, leaving, config=CODED)
 
 
-@pytest.mark.parametrize(
-    ("split", "words"),
-    [
-        (
-            [10, 10, 7, 13],
-            r"global rank 0 sends segments of \[56, 104\] elements .* expect \[80, 80\]; give split sizes",
-        ),
-        ([10, 10, 0, 0], r"global rank 0 sends segments of \[0, 0\]"),
-        (
-            [10, 12, 10, 10],
-            r"global rank 1 expects segments of \[80, 80, 80, 80\] elements, and 96 elements are for it",
-        ),
-    ],
-)
-def test_sizes_that_disagree_are_refused(split: list[int], words: str) -> None:
+#: Words of the refusal -> rows that rank 0 sends.
+SPLITS = {
+    r"global rank 0 sends segments of \[56, 104\] elements .* expect \[80, 80\]; give split sizes": [10, 10, 7, 13],
+    r"global rank 0 sends segments of \[0, 0\]": [10, 10, 0, 0],
+    r"global rank 1 expects segments of \[80, 80, 80, 80\] elements, and 96 elements are for it": [10, 12, 10, 10],
+}
+
+
+@pytest.mark.parametrize("words", SPLITS, ids=lambda words: str(SPLITS[words]))
+def test_sizes_that_disagree_are_refused(words: str) -> None:
     """By a rank that would hand the parts on: also where their sum is right, and where nothing comes."""
     with pytest.raises(runner.RankFailure, match=words):
-        runner.run(disagreeing, 4, split, timeout=15)
+        runner.run(disagreeing, 4, SPLITS[words], timeout=15)
 
 
 def lying(rank: int, ranks: int, sizes: list[int]) -> None:

@@ -344,15 +344,7 @@ def test_sums_that_round_otherwise_do_not_compete_with_the_plain_one(members: An
 
 
 #: An exchange whose sizes each rank knows only of itself.
-UNEVEN: dict[str, Any] = {
-    "op": "all_to_all_single",
-    "numel": None,
-    "reduce_op": None,
-    "role": "ep",
-    "tolerance": "bits",
-}
-
-
+UNEVEN: dict[str, Any] = dict(op="all_to_all_single", numel=None, reduce_op=None, role="ep", tolerance="bits")
 #: Messages that choose together with the usual one, and those that choose by themselves.
 TOGETHER: tuple[dict[str, Any], ...] = ({}, {"numel": NUMEL + 1}, {"config": replace(AUTO)})
 APART: dict[str, dict[str, Any]] = {

@@ -350,10 +350,6 @@ def inputs_in_other_places(rank: int, ranks: int) -> None:
     comm.all_gather(places, places[(rank + 1) % ranks].fill_(rank + 1), config=config)
     assert [float(place[-1]) for place in places] == [peer + 1 for peer in range(ranks)]
 
-    whole = filled(-1, ranks * HALF)
-    comm.all_gather_into_tensor(whole, whole.chunk(ranks)[(rank + 1) % ranks].fill_(rank + 1), config=config)
-    assert [float(place[-1]) for place in whole.chunk(ranks)] == [peer + 1 for peer in range(ranks)]
-
     tensors = [filled(10 * rank + peer) for peer in range(ranks)]
     turned = [tensors[(peer + 1) % ranks] for peer in range(ranks)]
     comm.all_to_all(turned, tensors, config=config)

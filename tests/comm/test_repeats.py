@@ -15,6 +15,7 @@ import ranks as runner
 import torch
 import torch.distributed as dist
 from moves import CODED, colliding
+from operations import arguments
 from test_host_staging import _stage
 from test_rows_in_messages import in_fragments, posted, rows_like
 
@@ -102,20 +103,11 @@ class Call:
                 out = own if self.op == "in place" else torch.full_like(wanted, 3)
                 handle = comm.all_to_all_single(out, own, coming, [len(part) for part in every[rank]], **more)
                 got = [out]
-        elif self.op == "all_reduce":
-            wanted, got = own.clone(), [own]
-            dist.all_reduce(wanted, group=self.group)
-            handle = comm.all_reduce(own, **more)
-        elif self.op == "all_gather_into_tensor":
-            wanted = torch.cat([torch.cat(parts) for parts in every])
-            got = [torch.zeros_like(wanted)]
-            handle = comm.all_gather_into_tensor(got[0], own, **more)
         else:
-            summed = own.clone()
-            dist.all_reduce(summed, group=self.group)
-            wanted = summed.chunk(ranks)[rank].clone()
-            got = [torch.zeros_like(wanted)]
-            handle = comm.reduce_scatter_tensor(got[0], own, **more)
+            given, plain = (arguments(own.clone().view(-1), ranks)[self.op] for _ in range(2))
+            getattr(dist, self.op)(*plain, group=self.group)
+            got, wanted = [given[0]], plain[0]
+            handle = getattr(comm, self.op)(*given, **more)
 
         def compare() -> None:
             if handle is not None:
