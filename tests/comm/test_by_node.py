@@ -62,15 +62,13 @@ def small_fragments() -> None:
     wire.FRAGMENT_BYTES = (1 << 15, 1 << 15)
 
 
-def by_node(rank: int, ranks: int, nodes: Nodes, seeds: range, plant: Callable[[], None] | None = None) -> int:
+def by_node(rank: int, ranks: int, nodes: Nodes, seeds: range) -> int:
     """Uneven and even exchanges by node, blocking and not; returns how many went by node."""
     levels.pretend(nodes)
     small_fragments()
     went = []
     real = exchange_by_node.exchange_by_node
     comm.ops.all_to_all.exchange_by_node = lambda *args: (went.append(1), real(*args))
-    if plant is not None:
-        plant()
     for seed in seeds:
         exchange(rank, ranks, seed, later=seed % 3 == 0)
         numel = ranks * (0, 1, 700, 150_000)[seed % 4]
@@ -130,7 +128,7 @@ def input_written() -> None:
 )
 def test_mistakes_are_seen(plant: Callable[[], None], nodes: Nodes) -> None:
     with pytest.raises(runner.RankFailure, match=r"words differ|refused"):
-        runner.run(by_node, sum(map(len, nodes)), nodes, range(1, 8), plant, timeout=30)
+        runner.run(by_node, sum(map(len, nodes)), nodes, range(1, 8), plant=plant, timeout=30)
 
 
 # ---- sizes that disagree -----------------------------------------------------------------------------------------------
@@ -251,17 +249,13 @@ def test_no_more_bytes_and_fewer_messages_between_nodes(nodes: int, each: int) -
 EXPERTS = replace(CODED, staging_mib=16)
 
 
-def tokens(
-    rank: int, ranks: int, plant: Callable[[], None] | None, config: ZipcclConfig, count: int = 1500
-) -> list[float]:
+def tokens(rank: int, ranks: int, config: ZipcclConfig, count: int = 1500) -> list[float]:
     """Rank 0 of each node sends its tokens to both ranks of the other node, rank 1 each token to one of them.
 
     Returns the plain bytes between nodes for each byte sent there: of a dispatch, and of gradients that are multiples of each other.
     """
     levels.pretend(nodes_of(2, 2))
     small_fragments()
-    if plant is not None:
-        plant()
     noise, width = torch.Generator(), 64
     found, sent = [], []
     for peer in range(ranks):
@@ -281,7 +275,7 @@ def tokens(
 @runner.together(4)
 def a_row_enters_a_node_once(rank: int, ranks: int) -> None:
     """Without rows 1.5. A token that goes to both ranks of a node costs as much as one."""
-    dispatch, gradients = tokens(rank, ranks, None, EXPERTS)
+    dispatch, gradients = tokens(rank, ranks, EXPERTS)
     assert (2.7 < dispatch < 3.1 and gradients > 1.5) if rank % 2 == 0 else 1.4 < min(dispatch, gradients) < 1.6
 
 
@@ -289,7 +283,7 @@ def a_row_enters_a_node_once(rank: int, ranks: int) -> None:
 @runner.together(4, 6000, replace(EXPERTS, staging_mib=1), full="rows that go once stay")
 def ordinary_frames(rank: int, ranks: int, count: int, config: ZipcclConfig) -> None:
     """Where the counterpart keeps nothing: rows are off, or larger than the memory for earlier ones."""
-    assert all(1.4 < ratio < 1.6 for ratio in tokens(rank, ranks, None, config, count))
+    assert all(1.4 < ratio < 1.6 for ratio in tokens(rank, ranks, config, count))
 
 
 def nothing_kept() -> None:
@@ -308,7 +302,7 @@ def nothing_kept() -> None:
 @pytest.mark.full(reason="a mistake that no other test needs")
 def test_rows_that_were_not_kept_are_noticed() -> None:
     with pytest.raises(runner.RankFailure, match=r"words differ"):
-        runner.run(tokens, 4, nothing_kept, EXPERTS, timeout=30)
+        runner.run(tokens, 4, EXPERTS, plant=nothing_kept, timeout=30)
 
 
 @runner.together(4, full="large messages; a whole trial")
@@ -358,10 +352,8 @@ def ring(call: str, nodes: int, ranks: int) -> float:
     return once + at_root if call == "reduce" else (2 if call in all_reduces else 1) * once
 
 
-def bytes_between(rank: int, ranks: int, nodes: Nodes, plant: Callable[[], None] | None = None) -> dict[str, list[int]]:
+def bytes_between(rank: int, ranks: int, nodes: Nodes) -> dict[str, list[int]]:
     levels.pretend(nodes)
-    if plant is not None:
-        plant()
     found: dict[str, list[int]] = {}
     for (name, call), codec in itertools.product(CALLS.items(), ("raw", "cascade")):
         CountingTransport.begin()
@@ -377,7 +369,7 @@ def bytes_between(rank: int, ranks: int, nodes: Nodes, plant: Callable[[], None]
 
 def totals(nodes: int, each: int, plant: Callable[[], None] | None = None) -> dict[str, list[int]]:
     """Bytes between nodes of all ranks: uncoded and coded sums, and a coded gather."""
-    of_ranks = runner.run(bytes_between, nodes * each, nodes_of(nodes, each), plant)
+    of_ranks = runner.run(bytes_between, nodes * each, nodes_of(nodes, each), plant=plant)
     return {name: [sum(column) for column in zip(*(one[name] for one in of_ranks))] for name in of_ranks[0]}
 
 

@@ -322,10 +322,8 @@ def called(group: dist.ProcessGroup, later: bool) -> Any:
 
 
 @runner.together(2)
-def ahead(rank: int, ranks: int, plant: Callable[[], None] | None = None) -> None:
+def ahead(rank: int, ranks: int) -> None:
     """Rank 0 runs three asynchronous calls ahead of rank 1, which first needs a message of rank 0: after every number of blocking calls."""
-    if plant is not None:
-        plant()
     for blocking in range(5, 14):
         group = dist.new_group()
         for _ in range(blocking):
@@ -355,7 +353,7 @@ def told_late() -> None:
 @pytest.mark.full(reason="ranks that wait for each other until the timeout")
 def test_times_sent_too_late_are_noticed() -> None:
     with pytest.raises(runner.RankFailure):
-        runner.run(ahead, 2, told_late, timeout=6)
+        runner.run(ahead, 2, plant=told_late, timeout=6)
 
 
 test_programs = runner.programs(__name__)

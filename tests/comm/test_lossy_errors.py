@@ -43,10 +43,8 @@ def relative(got: torch.Tensor, exact: torch.Tensor) -> float:
     return float((got.double() - exact.double()).norm() / exact.double().norm())
 
 
-def errors_of(rank: int, ranks: int, codec: LossyCodec, plant: Callable[[], None] | None = None) -> dict[str, float]:
+def errors_of(rank: int, ranks: int, codec: LossyCodec) -> dict[str, float]:
     """The errors of one rounding and of sums of like contributions in fp32, where nothing else rounds."""
-    if plant is not None:
-        plant()
     everyone = [normal(peer, SIZE, torch.float32, 7) for peer in range(ranks)]
     exact, mine = torch.stack([values.double() for values in everyone]).sum(0), everyone[rank]
     calls = api(codec)
@@ -71,7 +69,7 @@ def check_errors(ranks: int, codec: LossyCodec, plant: Callable[[], None] | None
     own part are beyond the gates."""
     contributions = math.sqrt((ranks - 1) / ranks)
     both = math.sqrt((ranks - 1) / ranks + 1)
-    for found in runner.run(errors_of, ranks, codec, plant):
+    for found in runner.run(errors_of, ranks, codec, plant=plant):
         once = found.pop("once")
         for name, error in found.items():
             wanted = once * (both if name in ("all_reduce", "average") else contributions)
@@ -212,7 +210,7 @@ def unhinted_call() -> None:
 
 
 def by_definition(plant: Callable[[], None]) -> None:
-    runner.run(test_lossy_messages.by_definition, 2, plant)
+    runner.run(test_lossy_messages.by_definition, 2, plant=plant)
 
 
 #: A mistake, the check that must notice, and the words of its complaint. The checks are tests by themselves, without a mistake.
@@ -229,7 +227,7 @@ PLANTS: dict[str, tuple[Callable[[], None], Callable[[Any], Any], str]] = {
     ),
     "a call without a hint": (
         unhinted_call,
-        lambda plant: runner.run(test_lossy_messages.unnamed_calls_are_exact, 2, plant),
+        lambda plant: runner.run(test_lossy_messages.unnamed_calls_are_exact, 2, plant=plant),
         "AssertionError: lossy=None",
     ),
 }

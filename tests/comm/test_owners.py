@@ -99,11 +99,7 @@ def mask(owned: Owners, rank: int) -> torch.Tensor:
 
 
 @runner.together(3, [37, 4099], 4)
-def as_all_reduce(
-    rank: int, ranks: int, sizes: Sequence[int], seeds: int = 1, plant: Callable[[], None] | None = None
-) -> None:
-    if plant is not None:
-        plant()
+def as_all_reduce(rank: int, ranks: int, sizes: Sequence[int], seeds: int = 1) -> None:
     for seed, size, owners_of in itertools.product(range(seeds), sizes, MAPS):
         if size >= MIB and owners_of not in LARGE:
             continue
@@ -158,7 +154,7 @@ def shifted_by_one() -> None:
 @pytest.mark.parametrize("plant", [grid_of_the_shard, shifted_by_one, flip_a_bit, other_order])
 def test_a_fault_is_seen(plant: Callable[[], None]) -> None:
     with pytest.raises(runner.RankFailure, match="words differ"):
-        runner.run(as_all_reduce, 3, [20001], 1, plant)
+        runner.run(as_all_reduce, 3, [20001], plant=plant)
 
 
 def shadow_sees(rank: int, ranks: int) -> None:
@@ -288,13 +284,9 @@ def misaligned(tensor: torch.Tensor) -> torch.Tensor:
 @runner.together(6, nodes_of(3, 2))
 @runner.together(8, nodes_of(4, 2), full="eight ranks on two cores")
 @runner.together(8, nodes_of(2, 4), full="eight ranks on two cores")
-def as_documented(
-    rank: int, ranks: int, nodes: Nodes, sizes: Sequence[int] = SIZES, plant: Callable[[], None] | None = None
-) -> None:
+def as_documented(rank: int, ranks: int, nodes: Nodes, sizes: Sequence[int] = SIZES) -> None:
     """Sums have the bits of the order that the documentation names, in every dtype, blocking and not, through frames only."""
     levels.pretend(nodes)
-    if plant is not None:
-        plant()
     filled = functools.cache(lambda fill, size, kind: [fill(peer, size, kind, size) for peer in range(ranks)])
     for seed, (size, add) in enumerate(itertools.product(sizes, sums.EVERYTHING)):
         kind = list(corpus.SUMMED.values())[(seed + size) % 3]
@@ -398,7 +390,7 @@ def test_a_fault_in_two_levels_is_seen(plant: Callable[[], None]) -> None:
     # the sum of two does not depend on their order
     nodes = nodes_of(2, 3) if plant is other_order_in_nodes else nodes_of(3, 2)
     with pytest.raises(runner.RankFailure, match="words differ"):
-        runner.run(as_documented, 6, nodes, (20001,), plant)
+        runner.run(as_documented, 6, nodes, (20001,), plant=plant)
 
 
 # ---- owners ------------------------------------------------------------------------------------------------------------

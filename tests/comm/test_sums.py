@@ -40,7 +40,7 @@ PLANTS.remove(("reduce", sums.other_grid))
 @pytest.mark.parametrize(("op", "plant"), PLANTS)
 def test_a_fault_is_seen(op: str, plant: Callable[[], None]) -> None:
     with pytest.raises(runner.RankFailure, match="words differ"):
-        runner.run(sums.as_gloo, 3, [20002, sums.MIB + 1], sums.SUMS[op], plant)
+        runner.run(sums.as_gloo, 3, [20002, sums.MIB + 1], sums.SUMS[op], plant=plant)
 
 
 @runner.together(3)
@@ -177,10 +177,8 @@ def added(
 @runner.together(2, full=SAME)
 @runner.together(3, (0, 2))
 @runner.together(4, full=SAME)
-def everywhere(rank: int, ranks: int, flushing: Sequence[int] = (), plant: Callable[[], None] | None = None) -> None:
+def everywhere(rank: int, ranks: int, flushing: Sequence[int] = ()) -> None:
     """Add equal tensors, and tensors of which one differs in one bit, as a group whose ranks flush denormals or keep them."""
-    if plant is not None:
-        plant()
     torch.set_flush_denormal(rank in flushing)
     group = dist.new_group(list(range(ranks)))
     torch.set_flush_denormal(False)
@@ -229,7 +227,7 @@ def of_one_rank() -> None:
 )
 def test_a_fault_of_equal_tensors_is_seen(plant: Callable[[], None], flushing: Sequence[int]) -> None:
     with pytest.raises(runner.RankFailure, match="words differ" if flushing else r"words differ|wire_bytes"):
-        runner.run(everywhere, 3, flushing, plant)
+        runner.run(everywhere, 3, flushing, plant=plant)
 
 
 @runner.together(2)

@@ -108,16 +108,8 @@ SUMS: dict[str, tuple[Callable[..., Any], ...]] = {
 EVERYTHING = tuple(add for calls in SUMS.values() for add in calls)
 
 
-def as_gloo(
-    rank: int,
-    ranks: int,
-    sizes: Sequence[int],
-    calls: Sequence[Callable[..., Any]] = EVERYTHING,
-    plant: Callable[[], None] | None = None,
-) -> None:
+def as_gloo(rank: int, ranks: int, sizes: Sequence[int], calls: Sequence[Callable[..., Any]] = EVERYTHING) -> None:
     """Sums have gloo's bits, in every dtype, blocking and not, through frames only."""
-    if plant is not None:
-        plant()
     for seed, (size, add) in enumerate((size, add) for size in sizes for add in calls):
         kind = list(corpus.SUMMED.values())[(seed + size) % 3]
         op = dist.ReduceOp.AVG if seed % 5 == 0 else dist.ReduceOp.SUM
