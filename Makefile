@@ -9,7 +9,7 @@ SEEDS ?= 1000
 SIMAI ?=
 TEST_PATH = .:tests/support:tests:tests/comm
 # What `make test` and `make test-all` run: T files or folders (all tests unless given), K an expression of pytest's -k. For example
-# `make test T=tests/comm/test_moves.py K=alias`, or `make test-all T=tests/codec`.
+# `make test T=tests/comm/test_moves.py K=every_bit`, or `make test-all T=tests/codec`.
 T ?=
 K ?=
 # Two workers for all tests, none for a selection. The tests of a file share fixtures, and so a worker. xdist would give files with few tests

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -27,75 +26,94 @@ from ds_zipccl.policy import admission, tuner_rules
 from ds_zipccl.telemetry import counters
 from ds_zipccl.telemetry.table import render
 
-SHARD = 40_000
-
-
-def step(weights: torch.Tensor, seed: int) -> None:
-    """A step of an optimizer on every shard, the same on all ranks."""
-    noise = torch.randn(weights.numel(), generator=torch.Generator().manual_seed(seed))
-    weights.add_(1e-3 * noise)
-
 
 class Trainer:
-    """What a ZeRO-1/2 rank does: keep the whole in bf16, step its own shard, gather in place."""
+    """What a rank does whose ranks each step a shard of some tensors: gather some of them at a time.
 
-    base: comm.Base | None = comm.IN_PLACE
+    ``kind``: "in place" keeps each whole tensor and gathers one at a time, as ZeRO-1 and 2; "host" and "device" gather into new memory
+    with copies there, as ZeRO-3.
+    """
 
-    def __init__(self, rank: int, ranks: int, dtype: torch.dtype = torch.bfloat16) -> None:
-        self.rank, self.ranks = rank, ranks
-        self.masters = torch.randn(ranks * SHARD, generator=torch.Generator().manual_seed(1))
-        self.whole = self.masters.to(dtype, copy=True)
-        self.seed = 100
+    def __init__(self, rank: int, ranks: int, kind: str = "in place", dtype: torch.dtype = torch.bfloat16) -> None:
+        self.rank, self.ranks, self.seed, self.dtype, self.in_place = rank, ranks, 1, dtype, kind == "in place"
+        self.masters = [torch.randn(ranks, shard, generator=torch.Generator().manual_seed(shard)) for shard in SHARDS]
+        self.wholes = [master.to(dtype, copy=True) for master in self.masters]
+        groups = [] if self.in_place else [dist.group.WORLD]
+        self.kept = [
+            kept for group in groups for kept in comm.allocate_bases([(s, dtype) for s in SHARDS], kind, group)
+        ]
 
-    @property
-    def own(self) -> torch.Tensor:
-        return self.whole.chunk(self.ranks)[self.rank]
+    def held(self, index: int) -> torch.Tensor:
+        """What this rank holds of the last gather of a tensor: a row for each rank."""
+        return self.wholes[index] if self.in_place else self.kept[index].memory
 
-    def gather(self, *, moved: bool = True, later: bool = False) -> dict[str, int]:
-        """One step; what it added to the count of differences. The result is checked."""
-        if moved:
+    def step(self) -> None:
+        for master in self.masters:
             self.seed += 1
-            step(self.masters, self.seed)
-        wanted = self.masters.to(self.whole.dtype)
-        self.own.copy_(wanted.chunk(self.ranks)[self.rank])
+            master.add_(1e-3 * torch.randn(master.shape, generator=torch.Generator().manual_seed(self.seed)))
+
+    def start(self, chosen: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor, Any]:
+        """What is gathered, what should be, and the handle."""
+        wanted = torch.cat([self.masters[index] for index in chosen], dim=1).to(self.dtype)
+        whole = self.wholes[chosen[0]] if self.in_place else torch.full_like(wanted, float("nan"))
+        put = self.in_place or self.seed % 2
+        own = whole[self.rank].copy_(wanted[self.rank]) if put else wanted[self.rank].clone()
+        base: Any = comm.IN_PLACE if self.in_place else comm.SharedBase([self.kept[index] for index in chosen])
+        return whole, wanted, comm.all_gather_into_tensor(whole.view(-1), own, None, True, config=CONFIG, base=base)
+
+    def gather(self, *chosen: int) -> dict[str, int]:
+        """What a gather, which is checked, adds to the count of differences."""
         counters.reset()
-        handle = comm.all_gather_into_tensor(self.whole, self.own, None, later, config=CONFIG, base=self.base)
-        if later:
-            handle.wait()
-        assert torch.equal(self.whole.view(torch.uint8), wanted.view(torch.uint8))
+        whole, wanted, handle = self.start(chosen)
+        handle.wait()
+        assert torch.equal(whole.view(torch.uint8), wanted.view(torch.uint8))
         (row,) = counters.rows()
         self.ratio = row["ratio"]
         return row["differences"]
 
 
-def steps(rank: int, ranks: int, kind: str) -> None:
-    trainer = Trainer(rank, ranks, corpus.SUMMED[kind].dtype)
-    assert trainer.gather() == {FULL: 1}
+def steps(rank: int, ranks: int, kind: str, dtype: torch.dtype = torch.bfloat16) -> None:
+    trainer, every = Trainer(rank, ranks, kind, dtype), (0,) if kind == "in place" else (0, 1, 2)
+    assert trainer.gather(*every) == {FULL: 1}
     full = trainer.ratio
-    for turn in range(3):
-        assert trainer.gather(later=turn == 1) == {"": 1}
-        assert trainer.ratio > (2.5 if kind == "bf16" else 1.1) * full
-    assert trainer.gather(moved=False) == {"": 1}
-    assert trainer.ratio > 100, "nothing has changed"
+    for _ in range(3):
+        trainer.step()
+        assert trainer.gather(*every) == {"": 1}
+        assert trainer.ratio > (2 if dtype == torch.bfloat16 else 1.1) * full
+        for chosen in every[1:], every[:1]:  # nothing has changed; asked for in other company, as in a backward pass
+            assert not chosen or (trainer.gather(*chosen) == {"": 1} and trainer.ratio > 100)
+    nbytes = sum(2 * ranks * shard for shard in SHARDS)
+    held = counters.memory().get("copies of gathered parameters", 0)
+    assert held == 0 if trainer.in_place else nbytes <= held < nbytes + 64 * len(SHARDS)
 
 
-@runner.together(3)
-def edited(rank: int, ranks: int) -> None:
+for ranks in (2, 3):
+    for dtype in (kind.dtype for kind in corpus.SUMMED.values()):
+        runner.together(ranks, "in place", dtype)(steps)
+    for kind in ("host", "device"):
+        runner.together(ranks, kind)(steps)
+
+
+@runner.together(3, "in place")
+@runner.together(3, "device")
+def edited(rank: int, ranks: int, kind: str) -> None:
     """One bit of one rank's copy of one shard: that shard goes in full, once; the others do not."""
-    trainer = Trainer(rank, ranks)
-    trainer.gather()
-    for place in (3, SHARD // 2, SHARD - 1):
+    trainer, numel = Trainer(rank, ranks, kind), SHARDS[0]
+    trainer.gather(0)
+    for place in (3, numel // 2, numel - 1):
         if rank == 1:
-            trainer.whole[place].view(torch.int16).bitwise_xor_(1)  # in the shard of rank 0
-        assert trainer.gather() == ({OTHER: 1} if rank == 0 else {"": 1})
-        assert trainer.gather() == {"": 1}
+            trainer.held(0)[0, place].view(torch.int16).bitwise_xor_(1)  # in the shard of rank 0
+        trainer.step()
+        assert trainer.gather(0) == ({OTHER: 1} if rank == 0 else {"": 1})
+        trainer.step()
+        assert trainer.gather(0) == {"": 1}
 
 
 @runner.together(3)
 def workspace(rank: int, ranks: int) -> None:
     """Gathers of many sizes into the same memory: one copy is kept, as long as the memory lives."""
-    buffer = torch.zeros(ranks * SHARD, dtype=torch.bfloat16)
-    for numel in range(SHARD - 20, SHARD):
+    buffer = torch.zeros(ranks * SHARDS[0], dtype=torch.bfloat16)
+    for numel in range(SHARDS[0] - 20, SHARDS[0]):
         whole = buffer[: ranks * numel]
         comm.all_gather_into_tensor(whole, torch.ones(numel).bfloat16(), config=CONFIG, base=comm.IN_PLACE)
         assert counters.memory()["copies of the shards sent"] == 2 * numel
@@ -104,97 +122,74 @@ def workspace(rank: int, ranks: int) -> None:
 
 
 @runner.together(3)
-def sometimes(rank: int, ranks: int) -> None:
-    """With a base and without, the same message otherwise."""
-    trainer = Trainer(rank, ranks)
-    trainer.base = None
-    assert trainer.gather() == {}
-    trainer.base = comm.IN_PLACE
-    assert trainer.gather() == {FULL: 1}
-    assert trainer.gather() == {"": 1}
+def with_a_base_and_without(rank: int, ranks: int) -> None:
+    """The same message otherwise."""
+    whole = torch.randn(ranks * SHARDS[0], generator=torch.Generator().manual_seed(1)).bfloat16()
+    for base, found in ((None, {}), (comm.IN_PLACE, {FULL: 1}), (comm.IN_PLACE, {"": 1})):
+        counters.reset()
+        comm.all_gather_into_tensor(whole, whole.chunk(ranks)[rank], config=CONFIG, base=base)
+        assert counters.rows()[0]["differences"] == found
 
 
 @runner.together(3)
 def loaded(rank: int, ranks: int) -> None:
     """A checkpoint on all ranks: nobody holds what was sent last. Then another rank's memory is new."""
     trainer = Trainer(rank, ranks)
-    trainer.gather()
-    trainer.masters = torch.randn(ranks * SHARD, generator=torch.Generator().manual_seed(2))
-    trainer.whole.copy_(trainer.masters.bfloat16())
-    assert trainer.gather() == {OTHER: 1}
-    assert trainer.gather() == {"": 1}
-    kept = trainer.whole
+    trainer.gather(0)
+    trainer.masters[0] = torch.randn(ranks, SHARDS[0], generator=torch.Generator().manual_seed(2))
+    trainer.wholes[0].copy_(trainer.masters[0].bfloat16())
+    assert [trainer.gather(0) for _ in range(2)] == [{OTHER: 1}, {"": 1}]
+    kept = trainer.wholes[0]
     if rank == ranks - 1:
-        trainer.whole = trainer.whole.clone()  # a new engine, say
-    assert trainer.gather() == ({FULL: 1} if rank == ranks - 1 else {"": 1})
-    assert trainer.gather() == {"": 1}
-    assert kept is not None
+        trainer.wholes[0] = kept.clone()  # a new engine, say
+    assert [trainer.gather(0) for _ in range(2)] == [{FULL: 1} if rank == ranks - 1 else {"": 1}, {"": 1}]
 
 
 @runner.together(3)
 def skipped(rank: int, ranks: int) -> None:
     """A rank that changed its own shard and threw the change away."""
     trainer = Trainer(rank, ranks)
-    trainer.gather()
+    trainer.gather(0)
     if rank == 0:
-        trainer.own.zero_()
-    assert trainer.gather(moved=False) == {"": 1}
+        trainer.wholes[0][0].zero_()
+    assert trainer.gather(0) == {"": 1}
 
 
 @runner.together(3)
 def replaced(rank: int, ranks: int) -> None:
     """What was sent is remembered as long as the memory it was gathered to, which then may come back."""
     trainer = Trainer(rank, ranks)
-    trainer.gather()
+    trainer.gather(0)
     for _ in range(4):
-        trainer.whole = trainer.whole.clone()
-        assert trainer.gather() == {FULL: 1}
-    assert trainer.gather() == {"": 1}
+        trainer.wholes[0] = trainer.wholes[0].clone()
+        assert trainer.gather(0) == {FULL: 1}
+    assert trainer.gather(0) == {"": 1}
     (sent,) = in_place.IN_PLACE._sent.values()
     assert len(sent) == 1
 
 
 def trusting(rank: int, ranks: int) -> None:
     negotiation._objection = lambda link, last, places: "" if last is not None else FULL
-    edited(rank, ranks)
+    edited(rank, ranks, "in place")
 
 
-@runner.together(2)
-def after_an_error(rank: int, ranks: int) -> None:
-    """A refused frame ends the operation; the next gather assumes nothing."""
-    trainer = Trainer(rank, ranks)
-    trainer.gather()
-    failing = [True]
-
-    def damaged(frame: torch.Tensor, *arguments: Any, **more: Any) -> torch.Tensor:
-        if frame[5] == 2 and failing.pop():
-            frame = frame.clone()
-            frame[4] = 9
-        return decompress(frame, *arguments, **more)
-
-    frames.decompress = damaged
-    with pytest.raises(comm.CommError, match=r"frame from global rank .* refused"):
-        trainer.gather()
+@runner.together(2, "in place")
+@runner.together(2, "host")
+def after_an_error(rank: int, ranks: int, kind: str) -> None:
+    """A rank that refuses a frame goes on to other things; the others of its node do not wait for it, and nobody counts on the copy."""
+    trainer = Trainer(rank, ranks, kind)
+    trainer.gather(0)
+    trainer.step()
+    frames.decompress = refusing(SHARDS[0]) if rank == 0 else decompress
+    if rank == 0:
+        with pytest.raises(comm.CommError, match=r"frame from global rank 1 refused"):
+            trainer.gather(0)
+    else:
+        assert trainer.gather(0) == {"": 1}
     frames.decompress = decompress
     dist.barrier()
-    trainer.whole.copy_(trainer.masters.bfloat16())
-    assert trainer.gather() == {FULL: 1}
-
-
-@runner.together(2)
-def where_there_are_none(rank: int, ranks: int) -> None:
-    """Off, without a base, another operation, small shards, the raw codec: no differences."""
-    whole = torch.randn(ranks * SHARD, generator=torch.Generator().manual_seed(1)).bfloat16()
-    own = whole.chunk(ranks)[rank]
-    for _ in range(2):
-        off, raw = (replace(CONFIG, **{key: value}) for key, value in (("delta", "off"), ("codec", "raw")))
-        comm.all_gather_into_tensor(whole, own, config=off, base=comm.IN_PLACE)
-        comm.all_gather_into_tensor(whole, own, config=CONFIG)
-        comm.all_gather(list(whole.chunk(ranks)), own.clone(), config=CONFIG)
-        comm.all_gather_into_tensor(whole[: 64 * ranks], whole[:64], config=CONFIG, base=comm.IN_PLACE)
-        comm.all_gather_into_tensor(whole, own, config=raw, base=comm.IN_PLACE)
-    assert not any(row["differences"] for row in counters.rows())
-    assert "differences" not in render()
+    assert trainer.gather(0) == ({OTHER: 1} if kind == "in place" and rank else {FULL: 1})
+    assert trainer.gather(0) == {"": 1}
 
 
 # ---- without ranks -----------------------------------------------------------------------------------------------------
@@ -240,58 +235,6 @@ def test_what_is_remembered_of_each_place(base: in_place.InPlaceBase) -> None:
     assert base._nbytes() == across.nbytes // 2 + elsewhere.nbytes // 2 + third.nbytes // 2
 
 
-def test_what_was_sent_is_a_copy_of_the_own_shard(base: in_place.InPlaceBase) -> None:
-    link = SimpleNamespace(group=Group(), rank=1)
-    output = torch.arange(10.0).bfloat16()
-    base.end(link, output.chunk(2), None)
-    output.zero_()
-    last = base.begin(link, output.chunk(2), PooledBuffers())
-    assert last is not None and last.tolist() == [5.0, 6.0, 7.0, 8.0, 9.0]
-    assert base.begin(link, output.chunk(2), PooledBuffers()) is None, "after an error nothing is known"
-
-
-class Watched:
-    """A base that notes what it is asked, and takes memory."""
-
-    def __init__(self, log: list[str]) -> None:
-        self._log = log
-
-    def begin(self, link: Any, places: Any, lease: PooledBuffers) -> torch.Tensor | None:
-        self.lease = lease
-        return lease.empty(places[0].numel(), torch.float32, places[0].device).fill_(7.0)
-
-    def end(self, link: Any, places: Any, last: torch.Tensor | None) -> None:
-        assert last is not None and self.lease._blocks, "it is still its memory"
-        self._log.append("end")
-
-    def abandon(self, link: Any) -> None:
-        self._log.append("abandon")
-
-
-@pytest.mark.parametrize("fails", [False, True])
-@pytest.mark.parametrize("reason", ["", OTHER])
-def test_the_course_of_a_gather(monkeypatch: pytest.MonkeyPatch, fails: bool, reason: str) -> None:
-    log: list[Any] = []
-
-    def gather(link: Any, index: int, own: Any, places: Any, base: torch.Tensor | None = None) -> None:
-        log.append((index, float(own[0][0]), base is not None))
-        if fails:
-            raise comm.CommError("as planted")
-
-    monkeypatch.setattr(negotiation.full, "gather", gather)
-    monkeypatch.setattr(negotiation, "_objection", lambda link, last, places: reason)
-    link, base = SimpleNamespace(rank=0, role="zero_param", op="gather"), Watched(log)
-    whole = torch.arange(8.0)
-    places = whole.chunk(2)
-    counters.reset()
-    with pytest.raises(comm.CommError) if fails else nullcontext():
-        negotiation.gather(link, places[1], places, base)  # type: ignore[arg-type]
-    assert log == [(1, 4.0, not reason), "abandon" if fails else "end"]
-    assert bool(base.lease._blocks) == fails, "memory goes back where nobody can be at work on it"
-    assert [row["differences"] for row in counters.rows()] == ([] if fails else [{reason: 1}])
-    counters.reset()
-
-
 def test_the_table_says_it() -> None:
     counters.reset()
     counters.record_difference("zero_param", "all_gather_into_tensor", FULL)
@@ -301,63 +244,11 @@ def test_the_table_says_it() -> None:
     counters.reset()
 
 
-class Sharded:
-    """What a ZeRO-3 rank does: step its shards of some tensors, gather some of them at a time into new memory, let it go."""
-
-    def __init__(self, rank: int, ranks: int, kind: str) -> None:
-        self.rank, self.ranks, self.seed = rank, ranks, 1
-        self.masters = [torch.randn(ranks, shard, generator=torch.Generator().manual_seed(shard)) for shard in SHARDS]
-        self.kept = comm.allocate_bases([(shard, torch.bfloat16) for shard in SHARDS], kind, dist.group.WORLD)
-
-    def step(self) -> None:
-        for master in self.masters:
-            self.seed += 1
-            master.add_(1e-3 * torch.randn(master.shape, generator=torch.Generator().manual_seed(self.seed)))
-
-    def start(self, chosen: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor, Any]:
-        """What is gathered, what should be, and the handle."""
-        wanted = torch.cat([self.masters[index] for index in chosen], dim=1).bfloat16()
-        whole = torch.full(wanted.shape, float("nan"), dtype=torch.bfloat16)
-        own = whole[self.rank].copy_(wanted[self.rank]) if self.seed % 2 else wanted[self.rank].clone()
-        base = comm.SharedBase([self.kept[index] for index in chosen])
-        return whole, wanted, comm.all_gather_into_tensor(whole.view(-1), own, None, True, config=CONFIG, base=base)
-
-    def gather(self, *chosen: int) -> dict[str, int]:
-        """What a gather, which is checked, adds to the count of differences."""
-        counters.reset()
-        whole, wanted, handle = self.start(chosen)
-        handle.wait()
-        assert torch.equal(whole.view(torch.int16), wanted.view(torch.int16))
-        (row,) = counters.rows()
-        self.ratio = row["ratio"]
-        return row["differences"]
-
-
-@runner.together(2, "host")
-@runner.together(2, "device")
-@runner.together(3, "host")
-@runner.together(3, "device")
-def shared_steps(rank: int, ranks: int, kind: str) -> None:
-    trainer = Sharded(rank, ranks, kind)
-    assert trainer.gather(0, 1, 2) == {FULL: 1}
-    full = trainer.ratio
-    for _ in range(3):
-        trainer.step()
-        assert trainer.gather(0, 1, 2) == {"": 1}
-        assert trainer.ratio > 2 * full
-        assert trainer.gather(1, 2) == {"": 1}  # asked for in other company, as in a backward pass
-        assert trainer.ratio > 100
-        assert trainer.gather(0) == {"": 1}
-        assert trainer.ratio > 100
-    nbytes = sum(2 * ranks * shard for shard in SHARDS)
-    assert nbytes <= counters.memory()["copies of gathered parameters"] < nbytes + 64 * len(SHARDS)
-
-
 @runner.together(4)
 def nodes_share_a_copy(rank: int, ranks: int) -> None:
     """Two nodes of two ranks: each pair has one copy, and shards may come by way of the other rank of a node."""
     topology.here = lambda: "left" if rank < 2 else "right"
-    trainer = Sharded(rank, ranks, "host")
+    trainer = Trainer(rank, ranks, "host")
     assert [kept.node_ranks for kept in trainer.kept] == [[0, 1] if rank < 2 else [2, 3]] * len(SHARDS)
     for nodes in ([], [[0, 1], [2, 3]]):
         group_state(None).nodes = nodes
@@ -371,25 +262,13 @@ def nodes_share_a_copy(rank: int, ranks: int) -> None:
         trainer.kept[0].memory[0, 0] = 1.0 + rank
     dist.barrier()
     assert before != trainer.kept[0].memory[0, 0] == 1.0 + rank // 2 * 2
-
-
-@runner.together(3)
-def copy_edited(rank: int, ranks: int) -> None:
-    """One bit of one rank's copy of one shard: that shard goes in full, once; the others do not."""
-    trainer = Sharded(rank, ranks, "device")
-    trainer.gather(0, 2)
-    if rank == 1:
-        trainer.kept[2].memory[0, 7].view(torch.int16).bitwise_xor_(1)  # in the shard of rank 0
-    trainer.step()
-    assert trainer.gather(0, 2) == ({OTHER: 1} if rank == 0 else {"": 1})
-    trainer.step()
-    assert trainer.gather(0, 2) == {"": 1}
+    assert comm.allocate_bases([], "host", dist.group.WORLD) == []
 
 
 @runner.together(3)
 def mistaken(rank: int, ranks: int) -> None:
     """A rank takes the copy of another tensor, then one whose last gather it has missed."""
-    trainer = Sharded(rank, ranks, "device")
+    trainer = Trainer(rank, ranks, "device")
     trainer.kept.append(BaseSlot(trainer.kept[0].memory.clone(), trainer.kept[0].node_ranks, 99))
     trainer.masters.append(trainer.masters[0] + 1)
     trainer.gather(0)
@@ -411,7 +290,7 @@ def mistaken(rank: int, ranks: int) -> None:
 @runner.together(3)
 def together(rank: int, ranks: int) -> None:
     """Several gathers in flight, waited for in another order."""
-    trainer = Sharded(rank, ranks, "host")
+    trainer = Trainer(rank, ranks, "host")
     for _ in range(4):
         trainer.step()
         for whole, wanted, handle in [trainer.start([index]) for index in (2, 0)][::-1]:
@@ -421,12 +300,12 @@ def together(rank: int, ranks: int) -> None:
     assert trainer.ratio > 100
 
 
-def equal_hashes(rank: int, ranks: int, edit: Any) -> None:
+def equal_hashes(rank: int, ranks: int, kind: str) -> None:
     negotiation.region_hash = lambda region: bytes(16)
-    edit(rank, ranks)
+    edited(rank, ranks, kind)
 
 
-@pytest.mark.parametrize("mistake", [(trusting,), (equal_hashes, edited), (equal_hashes, copy_edited)])
+@pytest.mark.parametrize("mistake", [(trusting,), (equal_hashes, "in place"), (equal_hashes, "device")])
 def test_a_missing_proof_is_noticed(mistake: Any) -> None:
     """Differences against something else give other parameters: what these tests compare."""
     with pytest.raises(runner.RankFailure, match=r"torch\.equal"):
@@ -438,30 +317,11 @@ def in_a_container(rank: int, ranks: int) -> None:
     """Rank 1 has the host name and the network of the others, but cannot see their processes: the size of its group of sharers."""
     if rank == 1:
         host_memory.place = lambda: "pid:[1] user:[1] 0"
-    trainer = Sharded(rank, ranks, "host")
+    trainer = Trainer(rank, ranks, "host")
     trainer.gather(0, 2)
     trainer.step()
     assert trainer.gather(0, 2) == {"": 1}
     assert len(trainer.kept[0].node_ranks) == (1 if rank == 1 else 2)
-
-
-@runner.together(2)
-def nobody_waits_for_who_has_failed(rank: int, ranks: int) -> None:
-    """A rank that refuses a frame goes on to other things; the others of its node do not wait for it, and nobody counts on the copy."""
-    trainer = Sharded(rank, ranks, "host")
-    trainer.gather(0)
-    trainer.step()
-
-    frames.decompress = refusing(SHARDS[0]) if rank == 0 else decompress
-    if rank == 0:
-        with pytest.raises(comm.CommError, match="refused"):
-            trainer.gather(0)
-    else:
-        assert trainer.gather(0) == {"": 1}
-    frames.decompress = decompress
-    dist.barrier()
-    assert trainer.gather(0) == {FULL: 1}
-    assert trainer.gather(0) == {"": 1}
 
 
 @runner.together(2)
@@ -483,11 +343,6 @@ def trials(rank: int, ranks: int) -> None:
         if timed and differences:
             found.append(differences == {"": 1})
     assert found[: tuner_rules.TRIAL_CALLS] == [True] * tuner_rules.TRIAL_CALLS
-
-
-@runner.together(2)
-def nothing_to_keep(rank: int, ranks: int) -> None:
-    assert comm.allocate_bases([], "host", dist.group.WORLD) == []
 
 
 def storage(numel: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
@@ -523,24 +378,6 @@ def stored(rank: int, ranks: int) -> None:
                 continue
             assert row["differences"] == {FULL if kind == "first" else "": 1} and not row["reasons"]
             assert row["ratio"] > least[kind], (dtype, kind)
-
-
-@runner.together(2)
-def differences_of_integers_compete(rank: int, ranks: int) -> None:
-    """Schedules compete for integers too: the plain collective, uncoded frames and differences."""
-    config = replace(CONFIG, mode="auto")
-    shard = storage(SHARDS[0], torch.int8, rank)
-    (slot,) = comm.allocate_bases([(SHARDS[0], torch.int8)], "host", dist.group.WORLD)
-    wanted = torch.cat([storage(SHARDS[0], torch.int8, other) for other in range(ranks)])
-    for _ in range(60):
-        whole = torch.zeros(ranks * SHARDS[0], dtype=torch.int8)
-        comm.all_gather_into_tensor(whole, shard, config=config, base=comm.SharedBase([slot]))
-        assert torch.equal(whole, wanted)
-
-
-for kind in corpus.SUMMED:
-    runner.together(2, kind)(steps)
-    runner.together(3, kind)(steps)
 
 
 test_programs = runner.programs(__name__)

@@ -16,7 +16,8 @@ import ranks as runner
 import torch
 import torch.distributed as dist
 from levels import CountingTransport, Nodes, in_one_level_only, nodes_of
-from sums import CODED, bell
+from moves import CODED, exchanged
+from sums import bell, wild
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from ds_zipccl import comm
@@ -30,16 +31,7 @@ from ds_zipccl.telemetry import counters
 from ds_zipccl.telemetry.table import render
 
 WIDTH = 8
-DTYPES = (torch.bfloat16, torch.float32)
-
-
-def filled(rank: int, numel: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
-    """A bell, every third word of which has random bits: NaN payloads, infinities, -0 and denormals among them."""
-    noise = torch.Generator().manual_seed(1000 * seed + rank)
-    bell = torch.randn(numel, generator=noise).to(dtype)
-    words = bell.view(torch.int16)[:: 3 * dtype.itemsize // 2]
-    words.copy_(torch.randint(-(1 << 15), 1 << 15, words.shape, generator=noise, dtype=torch.int16))
-    return bell
+KINDS = (corpus.BF16, corpus.FP32)
 
 
 def rows_of(ranks: int, seed: int) -> list[list[int]]:
@@ -59,35 +51,28 @@ def rows_of(ranks: int, seed: int) -> list[list[int]]:
     return rows if seed % 7 else [[0] * ranks for _ in range(ranks)]
 
 
-def exchanged(rank: int, ranks: int, seed: int, later: bool = False, config: ZipcclConfig = CODED) -> torch.Tensor:
-    """One uneven exchange; returns the output, after a comparison of its bits."""
-    rows, dtype = rows_of(ranks, seed), DTYPES[seed % 2]
-    sent = [filled(peer, sum(row) * WIDTH, dtype, seed).view(-1, WIDTH) for peer, row in enumerate(rows)]
-    coming = [row[rank] for row in rows]
-    out = torch.empty(sum(coming), WIDTH, dtype=dtype)
-    handle = comm.all_to_all_single(out, sent[rank], coming, rows[rank], None, later, config=config, role="ep")
-    handle.wait() if later else None
-    corpus.assert_same_bits(out, torch.cat([tensor.split(row)[rank] for tensor, row in zip(sent, rows, strict=True)]))
-    return out
+def exchange(rank: int, ranks: int, seed: int, later: bool = False, config: ZipcclConfig = CODED) -> None:
+    """One uneven exchange."""
+    rows, kind = rows_of(ranks, seed), KINDS[seed % 2]
+    sent = [wild(peer, sum(row) * WIDTH, kind, seed).view(-1, WIDTH).split(row) for peer, row in enumerate(rows)]
+    exchanged(rank, sent, later, config=config, role="ep")
 
 
 def small_fragments() -> None:
     wire.FRAGMENT_BYTES = (1 << 15, 1 << 15)
 
 
-def by_node(rank: int, ranks: int, nodes: Nodes, seeds: range, plant: Callable[[], None] | None = None) -> int:
+def by_node(rank: int, ranks: int, nodes: Nodes, seeds: range) -> int:
     """Uneven and even exchanges by node, blocking and not; returns how many went by node."""
     levels.pretend(nodes)
     small_fragments()
     went = []
     real = exchange_by_node.exchange_by_node
     comm.ops.all_to_all.exchange_by_node = lambda *args: (went.append(1), real(*args))
-    if plant is not None:
-        plant()
     for seed in seeds:
-        exchanged(rank, ranks, seed, later=seed % 3 == 0)
+        exchange(rank, ranks, seed, later=seed % 3 == 0)
         numel = ranks * (0, 1, 700, 150_000)[seed % 4]
-        sent = [filled(peer, numel, DTYPES[seed // 2 % 2], seed) for peer in range(ranks)]
+        sent = [wild(peer, numel, KINDS[seed // 2 % 2], seed) for peer in range(ranks)]
         out = sent[rank].clone()
         source = out if seed % 3 != 1 else sent[rank]  # in place too
         comm.all_to_all_single(out, source, config=CODED)
@@ -143,7 +128,7 @@ def input_written() -> None:
 )
 def test_mistakes_are_seen(plant: Callable[[], None], nodes: Nodes) -> None:
     with pytest.raises(runner.RankFailure, match=r"words differ|refused"):
-        runner.run(by_node, sum(map(len, nodes)), nodes, range(1, 8), plant, timeout=30)
+        runner.run(by_node, sum(map(len, nodes)), nodes, range(1, 8), plant=plant, timeout=30)
 
 
 # ---- sizes that disagree -----------------------------------------------------------------------------------------------
@@ -158,24 +143,19 @@ def disagreeing(rank: int, ranks: int, split: list[int]) -> None:
     comm.all_to_all_single(out, source, coming, leaving, config=CODED)
 
 
-@pytest.mark.parametrize(
-    ("split", "words"),
-    [
-        (
-            [10, 10, 7, 13],
-            r"global rank 0 sends segments of \[56, 104\] elements .* expect \[80, 80\]; give split sizes",
-        ),
-        ([10, 10, 0, 0], r"global rank 0 sends segments of \[0, 0\]"),
-        (
-            [10, 12, 10, 10],
-            r"global rank 1 expects segments of \[80, 80, 80, 80\] elements, and 96 elements are for it",
-        ),
-    ],
-)
-def test_sizes_that_disagree_are_refused(split: list[int], words: str) -> None:
+#: Words of the refusal -> rows that rank 0 sends.
+SPLITS = {
+    r"global rank 0 sends segments of \[56, 104\] elements .* expect \[80, 80\]; give split sizes": [10, 10, 7, 13],
+    r"global rank 0 sends segments of \[0, 0\]": [10, 10, 0, 0],
+    r"global rank 1 expects segments of \[80, 80, 80, 80\] elements, and 96 elements are for it": [10, 12, 10, 10],
+}
+
+
+@pytest.mark.parametrize("words", SPLITS, ids=lambda words: str(SPLITS[words]))
+def test_sizes_that_disagree_are_refused(words: str) -> None:
     """By a rank that would hand the parts on: also where their sum is right, and where nothing comes."""
     with pytest.raises(runner.RankFailure, match=words):
-        runner.run(disagreeing, 4, split, timeout=15)
+        runner.run(disagreeing, 4, SPLITS[words], timeout=15)
 
 
 def lying(rank: int, ranks: int, sizes: list[int]) -> None:
@@ -264,32 +244,18 @@ def test_no_more_bytes_and_fewer_messages_between_nodes(nodes: int, each: int) -
         )
 
 
-@runner.together(4, full="large messages; a whole trial")
-def memory_is_bounded(rank: int, ranks: int) -> None:
-    """The memory for frames and fragments is little more than staging_mib."""
-    levels.pretend(nodes_of(2, 2))
-    POOL.peak = 0
-    source = torch.randn(16 << 20, generator=torch.Generator().manual_seed(rank)).bfloat16()
-    comm.all_to_all_single(torch.empty_like(source), source, config=replace(CODED, staging_mib=6))
-    assert 0 < POOL.peak / (6 << 20) <= 1.2
-
-
 # ---- rows ----------------------------------------------------------------------------------------------------------------
 
 EXPERTS = replace(CODED, staging_mib=16)
 
 
-def tokens(
-    rank: int, ranks: int, plant: Callable[[], None] | None, config: ZipcclConfig, count: int = 1500
-) -> list[float]:
+def tokens(rank: int, ranks: int, config: ZipcclConfig, count: int = 1500) -> list[float]:
     """Rank 0 of each node sends its tokens to both ranks of the other node, rank 1 each token to one of them.
 
     Returns the plain bytes between nodes for each byte sent there: of a dispatch, and of gradients that are multiples of each other.
     """
     levels.pretend(nodes_of(2, 2))
     small_fragments()
-    if plant is not None:
-        plant()
     noise, width = torch.Generator(), 64
     found, sent = [], []
     for peer in range(ranks):
@@ -298,12 +264,10 @@ def tokens(
     for kind in ("dispatch", "combine.bwd"):
         if kind == "combine.bwd":
             sent = [[part * (1 + 0.1 * number) for number, part in enumerate(parts)] for parts in sent]
-        counts, coming = [len(part) for part in sent[rank]], [len(parts[rank]) for parts in sent]
-        out = torch.empty(sum(coming), width, dtype=torch.bfloat16)
-        source = torch.cat(sent[rank]).bfloat16()
+        counts = [len(part) for part in sent[rank]]
         CountingTransport.begin()
-        comm.all_to_all_single(out, source, coming, counts, config=config, role="ep", kind=kind)
-        corpus.assert_same_bits(out, torch.cat([parts[rank] for parts in sent]).bfloat16())
+        rounded = [[part.bfloat16() for part in parts] for parts in sent]
+        exchanged(rank, rounded, config=config, role="ep", kind=kind)
         found.append(sum(counts[2:] if rank < 2 else counts[:2]) * 2 * width / CountingTransport.between)
     return found
 
@@ -311,7 +275,7 @@ def tokens(
 @runner.together(4)
 def a_row_enters_a_node_once(rank: int, ranks: int) -> None:
     """Without rows 1.5. A token that goes to both ranks of a node costs as much as one."""
-    dispatch, gradients = tokens(rank, ranks, None, EXPERTS)
+    dispatch, gradients = tokens(rank, ranks, EXPERTS)
     assert (2.7 < dispatch < 3.1 and gradients > 1.5) if rank % 2 == 0 else 1.4 < min(dispatch, gradients) < 1.6
 
 
@@ -319,7 +283,7 @@ def a_row_enters_a_node_once(rank: int, ranks: int) -> None:
 @runner.together(4, 6000, replace(EXPERTS, staging_mib=1), full="rows that go once stay")
 def ordinary_frames(rank: int, ranks: int, count: int, config: ZipcclConfig) -> None:
     """Where the counterpart keeps nothing: rows are off, or larger than the memory for earlier ones."""
-    assert all(1.4 < ratio < 1.6 for ratio in tokens(rank, ranks, None, config, count))
+    assert all(1.4 < ratio < 1.6 for ratio in tokens(rank, ranks, config, count))
 
 
 def nothing_kept() -> None:
@@ -338,7 +302,7 @@ def nothing_kept() -> None:
 @pytest.mark.full(reason="a mistake that no other test needs")
 def test_rows_that_were_not_kept_are_noticed() -> None:
     with pytest.raises(runner.RankFailure, match=r"words differ"):
-        runner.run(tokens, 4, nothing_kept, EXPERTS, timeout=30)
+        runner.run(tokens, 4, EXPERTS, plant=nothing_kept, timeout=30)
 
 
 @runner.together(4, full="large messages; a whole trial")
@@ -349,7 +313,7 @@ def chosen(rank: int, ranks: int) -> None:
     tuner_rules.CLEARLY_SLOWER = 1e9
     auto = replace(CODED, mode="auto")
     for _ in range(4 * sum(tuner_rules.EXCHANGE_ROUNDS) + 8):
-        exchanged(rank, ranks, 4, config=auto)
+        exchange(rank, ranks, 4, config=auto)
     assert "cascade frames by node " in render()
 
 
@@ -388,10 +352,8 @@ def ring(call: str, nodes: int, ranks: int) -> float:
     return once + at_root if call == "reduce" else (2 if call in all_reduces else 1) * once
 
 
-def bytes_between(rank: int, ranks: int, nodes: Nodes, plant: Callable[[], None] | None = None) -> dict[str, list[int]]:
+def bytes_between(rank: int, ranks: int, nodes: Nodes) -> dict[str, list[int]]:
     levels.pretend(nodes)
-    if plant is not None:
-        plant()
     found: dict[str, list[int]] = {}
     for (name, call), codec in itertools.product(CALLS.items(), ("raw", "cascade")):
         CountingTransport.begin()
@@ -407,7 +369,7 @@ def bytes_between(rank: int, ranks: int, nodes: Nodes, plant: Callable[[], None]
 
 def totals(nodes: int, each: int, plant: Callable[[], None] | None = None) -> dict[str, list[int]]:
     """Bytes between nodes of all ranks: uncoded and coded sums, and a coded gather."""
-    of_ranks = runner.run(bytes_between, nodes * each, nodes_of(nodes, each), plant)
+    of_ranks = runner.run(bytes_between, nodes * each, nodes_of(nodes, each), plant=plant)
     return {name: [sum(column) for column in zip(*(one[name] for one in of_ranks))] for name in of_ranks[0]}
 
 
@@ -441,17 +403,23 @@ def what_the_counters_say(rank: int, ranks: int) -> None:
     assert CountingTransport.between == pytest.approx(NBYTES / 4 / 1.5, rel=0.05)
 
 
-@runner.together(4)
-def memory_of_sums_is_bounded(rank: int, ranks: int) -> None:
+@runner.together(4, nodes_of(2, 2))
+@runner.together(3, [], full="ten seconds; two nodes stay")
+def memory_is_bounded(rank: int, ranks: int, nodes: Nodes) -> None:
     """Frames may be a little larger than pieces, buffers are rounded up by an eighth; sums of nodes are made beside them."""
-    levels.pretend(nodes_of(2, 2))
-    peaks = []
+    levels.pretend(nodes)
+    peaks = {}
     tensor = bell(rank, 12 << 20, corpus.BF16, 0)
-    for call in ("reduce_scatter_tensor", "all_reduce", "balanced"):
+    calls = {name: CALLS[name] for name in ("reduce_scatter_tensor", "all_reduce", "balanced")} | {
+        "exchange": lambda x, ranks, **more: comm.all_to_all_single(torch.empty_like(x), x, **more),
+        "gather": lambda x, ranks, **more: comm.all_gather_into_tensor(x, x.chunk(ranks)[rank], **more),
+        "broadcast": lambda x, ranks, **more: comm.broadcast(x, 1, **more),
+    }
+    for name, call in calls.items():
         POOL.peak = 0
-        CALLS[call](tensor, ranks, config=replace(FP32, staging_mib=6))
-        peaks.append(POOL.peak / (6 << 20))
-    assert all(0 < peak <= 1.4 for peak in peaks), peaks
+        call(tensor, ranks, config=replace(FP32, staging_mib=6))
+        peaks[name] = POOL.peak / (6 << 20)
+    assert all(0 < peak <= (1.2 if name == "exchange" else 1.4) for name, peak in peaks.items()), peaks
 
 
 @runner.together(4, nodes_of(2, 2))

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import gc
 import math
 import random
 import time
-import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -17,35 +15,25 @@ import ranks as runner
 import tiers
 import torch
 import torch.distributed as dist
-from operations import arguments
+from moves import exchanged
 from tiers import mostly_full
 
 from ds_zipccl import comm
 from ds_zipccl.comm import topology
-from ds_zipccl.comm.group_state import group_nodes, group_state, link_profile
+from ds_zipccl.comm.group_state import group_state, link_profile
 from ds_zipccl.comm.host import gather, pipeline, sums, tuner
 from ds_zipccl.comm.ops import all_reduce, all_to_all, broadcast, reduce_to_owners
 from ds_zipccl.config import ZipcclConfig
-from ds_zipccl.policy import cost_model, tuner_rules
-from ds_zipccl.policy.admission import Decision, Message, PassReason, candidates
+from ds_zipccl.policy import tuner_rules
+from ds_zipccl.policy.admission import Message
 from ds_zipccl.policy.cost_model import LinkProfile
 from ds_zipccl.policy.tuner_rules import choose, drifted, follow, probed, remaining
 from ds_zipccl.telemetry import counters
-from ds_zipccl.telemetry.table import render
 
 AUTO = ZipcclConfig(enabled=True, min_bytes=0)
 MESSAGE = Message("all_gather", torch.bfloat16, 1 << 20, 2, "cpu", "gloo", "dp")
 NUMEL = 40_000
 PHASE = 85
-
-
-def test_candidates() -> None:
-    assert [str(plan) for plan in candidates(MESSAGE, AUTO, True)] == ["plain", "uncoded frames", "cascade frames"]
-    assert [str(plan) for plan in candidates(MESSAGE, AUTO, False)] == ["uncoded frames", "cascade frames"]
-    raw = replace(AUTO, codec="raw")
-    assert [str(plan) for plan in candidates(MESSAGE, raw, True)] == ["plain", "uncoded frames"]
-    for config in (replace(AUTO, mode="always"), replace(AUTO, roles={"dp": "always"})):
-        assert candidates(MESSAGE, config, True) == (Decision(True, "cascade", ""),)
 
 
 def test_size_classes() -> None:
@@ -154,44 +142,6 @@ def test_the_faster_way_is_followed(ranks: int, later: bool) -> None:
 
 
 @runner.together(2)
-def table(rank: int, ranks: int) -> None:
-    """It shows choices, with numbers that are agreed too."""
-    counters.reset()
-    for step in range(30):
-        comm.all_gather_into_tensor(torch.empty(NUMEL * ranks, dtype=torch.bfloat16), own(rank, step), config=AUTO)
-    lines: list[Any] = [None] * ranks
-    dist.all_gather_object(lines, next(line for line in render().splitlines() if "from call 26 on" in line))
-    assert lines[0] == lines[1]
-    assert lines[0].startswith("dp all_gather_into_tensor, bfloat16, up to 0.25 MiB, 2 ranks: ")
-    assert "plain " in lines[0] and "uncoded frames " in lines[0] and "cascade frames " in lines[0]
-
-
-@runner.together(2)
-def opposite_orders(rank: int, ranks: int) -> None:
-    """Nobody waits in a circle where ranks start operations of two groups in opposite orders."""
-    groups = [dist.new_group(list(range(ranks))) for _ in range(2)]
-    for step in range(40):
-        works = {}
-        for group in groups if rank % 2 else groups[::-1]:
-            tensor = own(rank, step)
-            works[group] = (tensor, comm.all_reduce(tensor, group=group, async_op=True, config=AUTO))
-        for _, work in works.values():
-            work.wait()
-        corpus.assert_same_bits(*(tensor for tensor, _ in works.values()))
-
-
-@runner.together(2)
-@runner.together(3)
-def inexact(rank: int, ranks: int) -> None:
-    """Where the plain collective would give other bits it does not compete."""
-    config = replace(AUTO, reduction="fp32")
-    counters.reset()
-    for step in range(24):
-        comm.all_reduce(own(rank, step), config=config)
-    assert set(counters.rows()[0]["reasons"]) == ({PassReason.TRIAL.value} if ranks == 2 else set())
-
-
-@runner.together(2)
 def incompressible(rank: int, ranks: int) -> None:
     """Frames that do not shrink go uncoded, until the data changes."""
     always = replace(AUTO, mode="always")
@@ -204,50 +154,6 @@ def incompressible(rank: int, ranks: int) -> None:
     coded = [ratio < 0.9995 for ratio in ratios[:40]]  # an uncoded frame adds nothing but its header
     assert sum(coded) <= 4 and coded[0]
     assert all(ratio > 1.4 for ratio in ratios[-20:])
-
-
-@runner.together(3)
-def every_operation(rank: int, ranks: int) -> None:
-    """Every operation under auto, sizes and dtypes mixed, bits against the plain one."""
-    choice = random.Random(7)
-    for _ in range(150):
-        numel, dtype = ranks * choice.choice([20_000, 50_000]), choice.choice([torch.bfloat16, torch.float32])
-        x = torch.randn(numel, generator=torch.Generator().manual_seed(choice.randrange(1 << 30) + rank)).to(dtype)
-        op = choice.choice(
-            ["all_gather_into_tensor", "reduce_scatter_tensor", "all_reduce", "all_to_all_single", "broadcast"]
-        )
-        results = []
-        for module, more in ((dist, {}), (comm, {"config": AUTO})):
-            given = arguments(x, ranks)[op]
-            getattr(module, op)(*given, **more)
-            results.append(given[0])
-        corpus.assert_same_bits(*results)
-
-
-SLOW = LinkProfile(((4096.0, 1e-4), (32e6, 0.26)), *(8e9,) * 5, call=5e-5)
-FAST = LinkProfile(((4096.0, 1e-4), (32e6, 0.003)), *(8e9,) * 5, call=5e-5)
-
-
-def test_what_cannot_win_is_not_tried() -> None:
-    plans = candidates(MESSAGE, AUTO, True, True)
-    assert [str(plan) for plan in plans][2:] == ["cascade frames", "cascade frames by node"]
-    assert cost_model.prune_candidates(plans, MESSAGE, SLOW) == (plans[0], *plans[2:])
-    for profile, message in ((FAST, MESSAGE), (None, MESSAGE), (SLOW, replace(MESSAGE, numel=None))):
-        assert cost_model.prune_candidates(plans, message, profile) == plans
-    raw = candidates(MESSAGE, replace(AUTO, codec="raw"), True)
-    assert cost_model.prune_candidates(raw, MESSAGE, SLOW) == raw
-
-
-@runner.together(2, replace(SLOW, transfer=((1.0, 1e-5), (32e6, 1.0))), {})
-@runner.together(2, FAST, {"link faster than coding": 1})
-def measured(rank: int, ranks: int, profile: LinkProfile, reasons: dict[str, int]) -> None:
-    """Sends by what was measured of the link."""
-    group_state(None).profiles["cpu", "gloo"] = profile
-    counters.reset()
-    tensor = own(0, 1)
-    comm.send(tensor, 1, config=AUTO) if rank == 0 else comm.recv(tensor.zero_(), 0, config=AUTO)
-    corpus.assert_same_bits(tensor, own(0, 1))
-    assert counters.rows()[0]["reasons"] == reasons
 
 
 @runner.together(4, 2)
@@ -267,33 +173,6 @@ def by_nodes(rank: int, ranks: int, nodes: int) -> None:
     everyone, chosen = ranks - 1, (nodes - 1) + (ranks // nodes - 1) * nodes  # frames that a rank sends
     calls_each = tuner_rules.TRIAL_CALLS
     assert calls == [0] * calls_each + [everyone] * 2 * calls_each + [chosen] * calls_each
-
-
-@runner.together(4)
-def differences_by_node(rank: int, ranks: int) -> None:
-    """Differences are handed on as they are."""
-    group_state(None).nodes = [[0, 1], [2, 3]]
-    whole = torch.randn(ranks * NUMEL, generator=torch.Generator().manual_seed(1)).bfloat16()
-    found = {}
-    for step in range(tuner_rules.TRIAL_CALLS * 5 + tuner_rules.SETTLE_CALLS[1]):
-        wanted = (whole.float() * (1 + 1e-3 * step)).bfloat16()
-        whole.chunk(ranks)[rank].copy_(wanted.chunk(ranks)[rank])
-        counters.reset()
-        comm.all_gather_into_tensor(whole, whole.chunk(ranks)[rank], config=AUTO, base=comm.IN_PLACE)
-        corpus.assert_same_bits(whole, wanted)
-        found = counters.rows()[0]["differences"]
-    assert found == {"": 1}
-
-
-@runner.together(4)
-def here_and_there(rank: int, ranks: int) -> None:
-    """Nodes as ranks themselves say, of a part of them, before and after they were asked."""
-    part = dist.new_group([0, 2, 3])
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(topology, "here", lambda: "left" if rank % 2 else "right")
-        before = group_nodes(part) if rank != 1 else []
-        comm.calibrate()
-        assert before == [] and (rank == 1 or group_nodes(part) == [[0, 1], [2]])
 
 
 def test_topology() -> None:
@@ -325,31 +204,11 @@ def found_without_tensors(rank: int, ranks: int) -> None:
 def profile_of_each(rank: int, ranks: int) -> None:
     """A message of CUDA tensors is not judged by the codec of the CPU, nor by the link of another backend."""
     state, found = group_state(dist.new_group([0, 1])), []
-    group_state(None).profiles["cpu", "gloo"] = SLOW
+    group_state(None).profiles["cpu", "gloo"] = LinkProfile(((1.0, 1e-4), (32e6, 0.26)), *(8e9,) * 5, call=5e-5)
     for backends in ({"cpu": "gloo", "cuda": "nccl"}, {"cpu": "gloo", "cuda": "gloo"}, {"cuda": "nccl"}):
         state.backends = backends
         found += [link_profile(state, device) is not None for device in ("cpu", "cuda")]
     assert found == [True, False, True, False, False, False]
-
-
-@runner.together(2)
-def groups_and_tensors_are_let_go(rank: int, ranks: int) -> None:
-    """What is remembered of a group keeps neither the group nor tensors alive."""
-    group = dist.new_group(list(range(ranks)))
-    alive = weakref.ref(group)
-    for step in range(40):
-        tensor = own(rank, step)
-        comm.all_reduce(tensor, group=group, config=AUTO)
-        if step == 0:
-            first = weakref.ref(tensor)
-    del tensor
-    gc.collect()
-    assert first() is None
-    dist.barrier()
-    dist.destroy_process_group(group)
-    del group
-    gc.collect()
-    assert alive() is None
 
 
 WIDTH = 16
@@ -368,23 +227,12 @@ def rows_of(step: int, ranks: int, *, idle: bool) -> list[list[int]]:
     return rows if step % 29 else [[0] * ranks for _ in range(ranks)]
 
 
-def exchanged(rank: int, ranks: int, step: int, later: bool) -> None:
-    """One call, with the bits that arrive."""
-    rows = rows_of(step, ranks, idle=True)
-    source = [
-        torch.randn(sum(row) * WIDTH, generator=torch.Generator().manual_seed(100 * step + peer)).bfloat16()
-        for peer, row in enumerate(rows)
+def exchange(rank: int, ranks: int, step: int, later: bool) -> None:
+    sent = [
+        torch.randn(sum(row), WIDTH, generator=torch.Generator().manual_seed(100 * step + peer)).bfloat16().split(row)
+        for peer, row in enumerate(rows_of(step, ranks, idle=True))
     ]
-    leaving, coming = rows[rank], [row[rank] for row in rows]
-    out = torch.empty(sum(coming), WIDTH, dtype=torch.bfloat16)
-    handle = comm.all_to_all_single(
-        out, source[rank].view(-1, WIDTH), coming, leaving, None, later, config=AUTO, role="ep", kind=KINDS[step % 3]
-    )
-    handle.wait() if later else None
-    wanted = [
-        sent.split([count * WIDTH for count in row])[rank] for sent, row in zip(source, rows, strict=True) if sum(row)
-    ]
-    corpus.assert_same_bits(out.view(-1), torch.cat(wanted) if wanted else out.new_empty(0))
+    exchanged(rank, sent, later, config=AUTO, role="ep", kind=KINDS[step % 3])
 
 
 def chosen(
@@ -409,7 +257,7 @@ def chosen(
         if rank == 1 or step % ranks == rank:
             time.sleep(noise.random() / 500)
         asynchronous = {"never": False, "always": True, "rank 2": rank == 2, "mixed": noise.random() < 0.3}[later]
-        exchanged(rank, ranks, step, asynchronous)
+        exchange(rank, ranks, step, asynchronous)
     return said
 
 
@@ -462,32 +310,6 @@ def waiting(rank: int, ranks: int) -> None:
     assert rank == 1 or time.perf_counter() - start > 0.4
 
 
-@runner.together(2)
-def soon(rank: int, ranks: int) -> None:
-    """A choice comes before step five of three layers. A step has three calls of a kind: the first agrees on the size, the others try."""
-    made = []
-    record = tuner.Tuner._switch
-
-    def noted(self: tuner.Tuner, index: int) -> None:
-        made.append((self._calls, str(self._candidates[index])))
-        record(self, index)
-
-    tuner.Tuner._switch = noted  # type: ignore[method-assign]
-    plain = dist.all_to_all_single
-
-    def late(*args: Any, **more: Any) -> Any:
-        time.sleep(0.02)
-        return plain(*args, **more)
-
-    dist.all_to_all_single = late
-    for _ in range(40):
-        out, rows = torch.empty(2 * ranks, WIDTH), [2] * ranks
-        comm.all_to_all_single(out, torch.ones_like(out), rows, rows, config=AUTO, role="ep", kind="combine")
-    assert "combine" in render() and "float32, up to 0.000244 MiB sent by a rank, 2 ranks: " in render()
-    calls, first = made[0]
-    assert first != "plain" and calls == 3 * tuner_rules.EXCHANGE_ROUNDS[0] + tuner_rules.EXCHANGE_DELAY < 4 * 3
-
-
 #: Rows of each segment of :func:`called`.
 SEGMENT = 64
 
@@ -500,10 +322,8 @@ def called(group: dist.ProcessGroup, later: bool) -> Any:
 
 
 @runner.together(2)
-def ahead(rank: int, ranks: int, plant: Callable[[], None] | None = None) -> None:
+def ahead(rank: int, ranks: int) -> None:
     """Rank 0 runs three asynchronous calls ahead of rank 1, which first needs a message of rank 0: after every number of blocking calls."""
-    if plant is not None:
-        plant()
     for blocking in range(5, 14):
         group = dist.new_group()
         for _ in range(blocking):
@@ -533,7 +353,7 @@ def told_late() -> None:
 @pytest.mark.full(reason="ranks that wait for each other until the timeout")
 def test_times_sent_too_late_are_noticed() -> None:
     with pytest.raises(runner.RankFailure):
-        runner.run(ahead, 2, told_late, timeout=6)
+        runner.run(ahead, 2, plant=told_late, timeout=6)
 
 
 test_programs = runner.programs(__name__)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
+from itertools import product
 from typing import Any
 
 import corpus
@@ -27,11 +28,7 @@ from ds_zipccl.kernels.sums import flushes_here
 from ds_zipccl.policy import tuner_rules
 
 ALWAYS = ZipcclConfig(enabled=True, mode="always", min_bytes=0)
-MODES = {
-    "always": ALWAYS,
-    "auto": replace(ALWAYS, mode="auto"),
-    "raw": replace(ALWAYS, codec="raw"),
-}
+MODES = {"always": ALWAYS, "auto": replace(ALWAYS, mode="auto"), "raw": replace(ALWAYS, codec="raw")}
 #: Elements of a shard: more than one block, not a multiple of anything.
 NUMEL = 9001
 _CONSTRUCTORS = ("empty", "full", "zeros", "tensor", "frombuffer", "new_empty", "empty_like")
@@ -206,21 +203,12 @@ def before_the_group(rank: int, ranks: int, flushing: list[int]) -> None:
     torch.set_flush_denormal(rank in flushing)
     group = dist.new_group(list(range(ranks)))
     torch.set_flush_denormal(False)
-    for kind in (corpus.BF16, corpus.FP32):
-        for reduction in ("match", "fp32"):
-            config = replace(ALWAYS, reduction=reduction)
-            got = words(rank, ranks, kind, 3)
-            want = got.clone()
-            dist.all_reduce(want, group=group)
-            comm.all_reduce(got, group=group, config=config)
-            if reduction == "match":
-                corpus.assert_same_bits(got, want)
-            got = words(rank, ranks, kind, 4)
-            want = got.clone()
-            dist.all_reduce(want, dist.ReduceOp.AVG, group=group)
-            comm.all_reduce(got, dist.ReduceOp.AVG, group=group, config=config)
-            if reduction == "match":
-                corpus.assert_same_bits(got, want)
+    for seed, (kind, op) in enumerate(product((corpus.BF16, corpus.FP32), (dist.ReduceOp.SUM, dist.ReduceOp.AVG)), 3):
+        got = words(rank, ranks, kind, seed)
+        want = got.clone()
+        dist.all_reduce(want, op, group=group)
+        comm.all_reduce(got, op, group=group, config=ALWAYS)
+        corpus.assert_same_bits(got, want)
     assert not flushes_here()
 
 

@@ -13,7 +13,9 @@ import pytest
 import ranks as runner
 import torch
 import torch.distributed as dist
-from moves import CODED
+from levels import in_one_level
+from moves import CODED, wait
+from operations import arguments
 
 from ds_zipccl import comm, kernels
 from ds_zipccl.comm.host import staging
@@ -21,6 +23,11 @@ from ds_zipccl.comm.host.staging import HostStaging
 from ds_zipccl.comm.work import CommError
 from ds_zipccl.telemetry import counters
 
+#: Collectives that gloo has too.
+NAMES = (
+    "all_gather", "all_gather_into_tensor", "all_to_all", "all_to_all_single", "broadcast", "all_reduce", "reduce",
+    "reduce_scatter_tensor", "reduce_scatter",
+)  # fmt: skip
 DEVICES = ["cpu", "cpu without kernels", "cuda", "cuda without kernels"]
 
 
@@ -39,49 +46,32 @@ def every_collective(rank: int, ranks: int, where: str) -> None:
     device, staged = _stage(where), []
     encode = HostStaging.compress
     HostStaging.compress = lambda *arguments: staged.append(1) or encode(*arguments)
-    generator = torch.Generator().manual_seed(7)
-    contributions = [torch.randn(ranks * 5000, generator=generator).bfloat16() for _ in range(ranks)]
-    own = contributions[rank].to(device)
-    shards = [list(tensor.chunk(ranks)) for tensor in contributions]
+    everyone = [
+        torch.randn(ranks * 5000, generator=torch.Generator().manual_seed(peer)).bfloat16() for peer in range(ranks)
+    ]
+    own = everyone[rank].to(device)
+    for name in NAMES:
+        (got, *given), (wanted, *plain) = (arguments(one, ranks)[name] for one in (own, everyone[rank]))
+        getattr(dist, name)(wanted, *plain)
+        wait(getattr(comm, name)(got, *given, async_op=name == "all_gather_into_tensor", config=CODED))
+        if name != "reduce" or rank == 1:
+            pairs = [(got, wanted)] if isinstance(got, torch.Tensor) else zip(got, wanted, strict=True)
+            assert all(torch.equal(one.cpu(), other) for one, other in pairs), name
 
-    gathered = torch.empty(ranks * own.numel(), dtype=own.dtype, device=device)
-    handle = comm.all_gather_into_tensor(gathered, own, None, True, config=CODED)
-    handle.wait()
-    assert torch.equal(gathered.cpu(), torch.cat(contributions))
-
-    swapped = torch.empty_like(own)
-    comm.all_to_all_single(swapped, own, config=CODED)
-    assert torch.equal(swapped.cpu(), torch.cat([shards[peer][rank] for peer in range(ranks)]))
-
-    sent = own.clone()
-    comm.broadcast(sent, ranks - 1, config=CODED)
-    assert torch.equal(sent.cpu(), contributions[-1])
-
-    wanted = contributions[0].float()
-    for tensor in contributions[1:]:
-        wanted = wanted + tensor.float()
-    for reduction in ("fp32", "match"):
-        config = replace(CODED, reduction=reduction)
-        summed = own.clone()
-        comm.all_reduce(summed, config=config)
-        shard = torch.empty_like(own.chunk(ranks)[rank])
-        comm.reduce_scatter_tensor(shard, own, config=config)
-        if reduction == "fp32" or ranks == 2:
-            assert torch.equal(summed.cpu(), wanted.bfloat16())
-            assert torch.equal(shard.cpu(), wanted.bfloat16().chunk(ranks)[rank])
-        else:
-            plain = contributions[rank].clone()
-            dist.all_reduce(plain)
-            assert torch.equal(summed.cpu(), plain)
+    total, config = in_one_level(everyone), replace(CODED, reduction="fp32")
+    summed, shard = own.clone(), torch.empty_like(own.chunk(ranks)[rank])
+    comm.all_reduce(summed, config=config)
+    comm.reduce_scatter_tensor(shard, own, config=config)
+    assert torch.equal(summed.cpu(), total) and torch.equal(shard.cpu(), total.chunk(ranks)[rank])
 
     after, received = (rank + 1) % ranks, torch.empty_like(own)
     handle = comm.isend(own, after, config=CODED)
     comm.recv(received, (rank - 1) % ranks, config=CODED)
     handle.wait()
-    assert torch.equal(received.cpu(), contributions[(rank - 1) % ranks])
+    assert torch.equal(received.cpu(), everyone[rank - 1])
     rows = counters.rows()
-    assert len(rows) >= 6 and all(row["calls"] and not row["passed"] for row in rows), rows
-    assert len(staged) > 8, "frames took another way"
+    assert len(rows) >= len(NAMES) + 2 and all(row["calls"] and not row["passed"] for row in rows), rows
+    assert len(staged) > len(NAMES), "frames took another way"
 
 
 @pytest.mark.parametrize("where", DEVICES)

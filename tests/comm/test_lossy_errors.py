@@ -17,8 +17,8 @@ import ranks as runner
 import test_lossy_messages
 import torch
 import torch.distributed as dist
-from lossy_calls import CODECS, api, normal
-from sums import CODED
+from lossy_calls import CODECS, Call, api, normal
+from tiers import mostly_full
 
 from ds_zipccl import comm
 from ds_zipccl.codecs import lowrank, project
@@ -43,17 +43,8 @@ def relative(got: torch.Tensor, exact: torch.Tensor) -> float:
     return float((got.double() - exact.double()).norm() / exact.double().norm())
 
 
-def gathered(mine: torch.Tensor) -> list[torch.Tensor]:
-    """The tensors of all ranks, uncompressed."""
-    everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
-    dist.all_gather(everyone, mine.contiguous())
-    return everyone
-
-
-def errors_of(rank: int, ranks: int, codec: LossyCodec, plant: Callable[[], None] | None = None) -> dict[str, float]:
+def errors_of(rank: int, ranks: int, codec: LossyCodec) -> dict[str, float]:
     """The errors of one rounding and of sums of like contributions in fp32, where nothing else rounds."""
-    if plant is not None:
-        plant()
     everyone = [normal(peer, SIZE, torch.float32, 7) for peer in range(ranks)]
     exact, mine = torch.stack([values.double() for values in everyone]).sum(0), everyone[rank]
     calls = api(codec)
@@ -78,60 +69,23 @@ def check_errors(ranks: int, codec: LossyCodec, plant: Callable[[], None] | None
     own part are beyond the gates."""
     contributions = math.sqrt((ranks - 1) / ranks)
     both = math.sqrt((ranks - 1) / ranks + 1)
-    for found in runner.run(errors_of, ranks, codec, plant):
+    for found in runner.run(errors_of, ranks, codec, plant=plant):
         once = found.pop("once")
         for name, error in found.items():
             wanted = once * (both if name in ("all_reduce", "average") else contributions)
             assert abs(error / wanted - 1) <= GATE, f"{name} of {ranks}: error {error:.5f}, wanted {wanted:.5f} +-8 %"
 
 
+OTHERS = [(3, codec) for codec in CODECS if codec not in (Round(3), Round(1))]
+
+
 @pytest.mark.parametrize(
-    "ranks", [2, *(pytest.param(ranks, marks=pytest.mark.full(reason="more of the same formula")) for ranks in (3, 4))]
+    ("ranks", "codec"),
+    mostly_full([*((ranks, Round(3)) for ranks in (2, 3, 4)), *OTHERS], [(2, Round(3))], "more of the same formula"),
+    ids=str,
 )
-def test_errors_of_sums(ranks: int) -> None:
-    check_errors(ranks, Round(3))
-
-
-@pytest.mark.full(reason="the schedules are the same for all codecs")
-@pytest.mark.parametrize("codec", [codec for codec in CODECS if codec not in (Round(3), Round(1))], ids=str)
-def test_errors_of_sums_by_other_codecs(codec: LossyCodec) -> None:
-    check_errors(3, codec)
-
-
-@runner.together(3)
-def replicas_are_equal(rank: int, ranks: int, plant: Callable[[], None] | None = None) -> None:
-    """Every rank has the same bits after every all-reduce and gather, in the own part too."""
-    if plant is not None:
-        plant()
-    for codec, dtype in itertools.product(CODECS, (torch.bfloat16, torch.float32)):
-        for config in ({}, {"codec": "raw"}):
-            for call in (lossy_calls.all_reduce, lossy_calls.all_reduce_coalesced, lossy_calls.gather):
-                everyone = [lossy_calls.with_specials(peer, 40_009, dtype) for peer in range(ranks)]
-                got, _ = call(api(codec, **config), everyone, rank, codec, dist.ReduceOp.SUM, False)
-                for other in gathered(got):
-                    corpus.assert_same_bits(got, other)
-
-
-@runner.together(3, full="the definition has such values; many tensors")
-def nothing_that_is_not_finite_disappears(rank: int, ranks: int, plant: Callable[[], None] | None = None) -> None:
-    """What is not finite on one rank is so on every rank, and its neighbors in the tensor stay near what they were."""
-    if plant is not None:
-        plant()
-    for codec, dtype, value in itertools.product(
-        CODECS, (torch.bfloat16, torch.float16, torch.float32), (math.nan, math.inf, -math.inf)
-    ):
-        everyone = [normal(peer, 30_000, dtype, 3) for peer in range(ranks)]
-        for place in (5, 29_998):
-            everyone[1][place] = value
-        plain, whole = torch.stack([values.float() for values in everyone]).sum(0), everyone[rank].clone()
-        api(codec).all_reduce(whole)
-        assert torch.equal(whole.isfinite(), plain.isfinite()), f"{codec} {dtype} {value}"
-        assert torch.equal(whole.isnan(), plain.isnan()), f"{codec} {dtype} {value}"
-        finite = plain.isfinite()
-        assert relative(whole[finite], plain[finite]) < (0.5 if codec == Round(1) else 0.2)
-        shard = whole.new_empty(30_000 // ranks)
-        api(codec).reduce_scatter_tensor(shard, everyone[rank])
-        assert torch.equal(shard.isfinite(), plain.chunk(ranks)[rank].isfinite())
+def test_errors_of_sums(ranks: int, codec: LossyCodec) -> None:
+    check_errors(ranks, codec)
 
 
 @runner.together(2)
@@ -191,18 +145,6 @@ def errors_are_counted(rank: int, ranks: int) -> None:
         assert row["frames"] >= 1 and not row["exact"]
     api(Round(3)).all_reduce(torch.ones(40_000, dtype=torch.int32), role="tp")
     assert counters.lossy()[1]["exact"] == {"dtype int32 is never lossy": 1}
-
-
-@runner.together(2, full="a counter")
-def frames_that_went_exact(rank: int, ranks: int) -> None:
-    """A frame whose payload cannot hold a value says why."""
-    codec = next((codec for codec in CODECS if not isinstance(codec, Round)), None)
-    if codec is None:
-        return  # no codec whose frames can fail to hold values
-    mine = normal(rank, 40_000, torch.float32)
-    mine[7] = math.nan
-    api(codec).all_gather_into_tensor(torch.empty(40_000 * ranks), mine)
-    assert counters.lossy()[0]["exact"].get("not finite", 0) > 0
 
 
 def exact_owner() -> None:
@@ -267,33 +209,17 @@ def unhinted_call() -> None:
     all_reduce.lossy_here = lambda lossy, *more: lossy or Round(1)  # type: ignore[assignment]
 
 
+def by_definition(plant: Callable[[], None]) -> None:
+    runner.run(test_lossy_messages.by_definition, 2, plant=plant)
+
+
 #: A mistake, the check that must notice, and the words of its complaint. The checks are tests by themselves, without a mistake.
 PLANTS: dict[str, tuple[Callable[[], None], Callable[[Any], Any], str]] = {
-    "the owner keeps its exact sum": (
-        exact_owner,
-        lambda plant: runner.run(replicas_are_equal, 3, plant),
-        "words differ",
-    ),
-    "the owner rounds its own part too": (
-        own_part_too,
-        lambda plant: check_errors(2, Round(3), plant),
-        "error 0.0",
-    ),
-    "a ring that rounds at every hop": (
-        requantised_ring,
-        lambda plant: check_errors(3, Round(3), plant),
-        "error 0.0",
-    ),
-    "NaN becomes zero": (
-        nan_to_zero,
-        lambda plant: runner.run(nothing_that_is_not_finite_disappears, 3, plant),
-        "AssertionError: round",
-    ),
-    "raw frames with exact values": (
-        exact_raw_frames,
-        lambda plant: runner.run(test_lossy_messages.by_definition, 2, plant),
-        "words differ",
-    ),
+    "the owner keeps its exact sum": (exact_owner, by_definition, "words differ"),
+    "the owner rounds its own part too": (own_part_too, partial(check_errors, 2, Round(3)), "error 0.0"),
+    "a ring that rounds at every hop": (requantised_ring, partial(check_errors, 3, Round(3)), "error 0.0"),
+    "NaN becomes zero": (nan_to_zero, by_definition, "words differ"),
+    "raw frames with exact values": (exact_raw_frames, by_definition, "words differ"),
     "one backoff for all frames": (
         one_backoff,
         test_lossy_messages.check_neighbours,
@@ -301,7 +227,7 @@ PLANTS: dict[str, tuple[Callable[[], None], Callable[[Any], Any], str]] = {
     ),
     "a call without a hint": (
         unhinted_call,
-        lambda plant: runner.run(test_lossy_messages.unnamed_calls_are_exact, 2, plant),
+        lambda plant: runner.run(test_lossy_messages.unnamed_calls_are_exact, 2, plant=plant),
         "AssertionError: lossy=None",
     ),
 }
@@ -318,40 +244,21 @@ def test_a_mistake_is_seen(name: str) -> None:
 SMALL = 30_000
 
 
-def constant(rank: int, size: int) -> torch.Tensor:
-    return torch.full((size,), 1.1 + rank)
-
-
-def alike(rank: int, size: int) -> torch.Tensor:
-    """The same on all ranks, errors too."""
-    return normal(0, size, torch.float32)
-
-
-def cancelling(rank: int, size: int) -> torch.Tensor:
-    """A sum of next to nothing."""
-    found = normal(rank // 2, size, torch.float32) * (-1) ** rank
-    return found + 1e-3 * normal(rank, size, torch.float32)
-
-
-def outliers(rank: int, size: int) -> torch.Tensor:
-    """All of the norm is in a few values."""
-    found = normal(rank, size, torch.float32)
-    found[:3] *= 1e5
-    return found
-
-
-def empty(rank: int, size: int) -> torch.Tensor:
-    return torch.zeros(size)
-
-
-def broken(rank: int, size: int) -> torch.Tensor:
-    found = normal(rank, size, torch.float32)
-    found[rank] = float("nan")
-    found[rank + size // 2] = float("inf")
-    return found
-
-
-FILLS: tuple[Callable[[int, int], torch.Tensor], ...] = (constant, alike, cancelling, outliers, empty, broken)
+#: Name -> what a rank gives: the same on all ranks, errors too; a sum of next to nothing; all of the norm in a few values; ...
+FILLS: dict[str, Callable[[int, int], torch.Tensor]] = {
+    "constant": lambda rank, size: torch.full((size,), 1.1 + rank),
+    "alike": lambda rank, size: normal(0, size, torch.float32),
+    "cancelling": lambda rank, size: (
+        normal(rank // 2, size, torch.float32) * (-1) ** rank + 1e-3 * normal(rank, size, torch.float32)
+    ),
+    "outliers": lambda rank, size: normal(rank, size, torch.float32).index_fill_(0, torch.arange(3), 1e5),
+    "empty": lambda rank, size: torch.zeros(size),
+    "broken": lambda rank, size: (
+        normal(rank, size, torch.float32)
+        .index_fill_(0, torch.tensor([rank]), math.nan)
+        .index_fill_(0, torch.tensor([rank + size // 2]), math.inf)
+    ),
+}
 CALLS = (
     lossy_calls.all_reduce,
     lossy_calls.reduce_scatter_tensor,
@@ -363,12 +270,12 @@ CALLS = (
 
 @runner.together(3, full="the definition has such values; many tensors")
 def what_the_codec_explains_passes(rank: int, ranks: int) -> None:
-    for seed, (fill, call, size) in enumerate(itertools.product(FILLS, CALLS, (ranks * 2, SMALL))):
+    for seed, (fill, call, size) in enumerate(itertools.product(FILLS.values(), CALLS, (ranks * 2, SMALL))):
         dtype = (torch.bfloat16, torch.float16, torch.float32)[seed % 3]
         codec = CODECS[seed % len(CODECS)]
         op = dist.ReduceOp.AVG if seed % 2 else dist.ReduceOp.SUM
         everyone = [fill(peer, size).to(dtype) for peer in range(ranks)]
-        call(api(codec, check="shadow"), everyone, rank, codec, op, False)
+        call(Call(api(codec, check="shadow"), everyone, rank, codec, op))
 
 
 def coarser() -> None:
@@ -399,27 +306,11 @@ def alarm(rank: int, ranks: int, plant: Callable[[], None] | None, complaint: st
         call(output, mine)
 
 
-@runner.together(2, full="sends are compared bit by bit, as without a codec")
-def sends_are_compared_too(rank: int, ranks: int) -> None:
-    """The receiver of a send has the very values of the codec."""
-    mine = normal(0, SMALL, torch.bfloat16)
-    config = replace(CODED, check="shadow")
-    if rank == 0:
-        comm.send(mine, 1, config=config, lossy=Round(3))
-        frames.project = lambda flat, codec, **more: project(flat, Round(2), **more)
-        frames.compress = lambda flat, codec, **settings: good(flat, Round(2), **settings)
-        comm.send(mine, 1, config=config, lossy=Round(3))
-        return
-    got = torch.empty_like(mine)
-    comm.recv(got, 0, config=config)
-    with pytest.raises(comm.ShadowMismatch):
-        comm.recv(got, 0, config=config)
-
-
 RANKS, STEPS, RANK = 3, 12, 4
 #: Rows and columns of the matrices, each behind a gap of so many other elements.
 SHAPES, GAP = [(24, 40), (33, 17)], 5
 NUMEL = sum(rows * columns + GAP for rows, columns in SHAPES)
+FIRST = slice(GAP, GAP + SHAPES[0][0] * SHAPES[0][1])
 Given = Callable[[int, int], torch.Tensor]
 
 
@@ -505,9 +396,7 @@ def missing(given: Given, state: list[list[Matrix]], results: list[list[torch.Te
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_what_did_not_arrive_is_in_the_errors_of_all_ranks(dtype: torch.dtype) -> None:
-    def given(step: int, rank: int) -> torch.Tensor:
-        return gradients(step, rank, dtype)
-
+    given = partial(gradients, dtype=dtype)
     state, results, sent, deviation = run(given)
     assert missing(given, state, results) < 1e-5
     assert deviation < 1e-5 * STEPS
@@ -552,9 +441,8 @@ def test_a_matrix_that_is_not_finite_on_one_rank_goes_exactly_on_all(value: floa
 
     state, results, *_ = run(given, steps=3)
     assert all(own[0].error is None and not own[0].arrived and own[1].arrived for own in state)
-    first = slice(GAP, GAP + SHAPES[0][0] * SHAPES[0][1])
-    exact = torch.stack([given(2, rank) for rank in range(RANKS)]).sum(0)[first]
-    assert torch.equal(results[0][2][first].isfinite(), exact.isfinite())
+    exact = torch.stack([given(2, rank) for rank in range(RANKS)]).sum(0)[FIRST]
+    assert torch.equal(results[0][2][FIRST].isfinite(), exact.isfinite())
     assert all(bool(one.factor.isfinite().all()) for own in state for one in own)
     state, results, *_ = run(given, steps=5)
     assert all(bool(one.isfinite().all()) for one in results[0][3:]), "what is not finite is not kept"
@@ -565,55 +453,42 @@ def test_an_overflow_of_float16_arrives_as_infinity() -> None:
     """The check of the loss scaler looks for it; large sums without an infinity stay factors."""
 
     def given(step: int, rank: int) -> torch.Tensor:
-        rows, columns = SHAPES[0]
         flat = gradients(step, rank, torch.float16)
-        place = slice(GAP, GAP + rows * columns)
-        flat[place] = 20000.0 if step == 1 else 25000.0 if step == 2 else 1.0
+        flat[FIRST] = 20000.0 if step == 1 else 25000.0 if step == 2 else 1.0
         return flat
 
     state, results, *_ = run(given, steps=2)
     assert all(own[0].arrived for own in state) and bool(results[0][1].isfinite().all())
     state, results, *_ = run(given, steps=3)
-    first = slice(GAP, GAP + SHAPES[0][0] * SHAPES[0][1])
-    assert all(bool(one[2][first].isinf().all()) for one in results)
+    assert all(bool(one[2][FIRST].isinf().all()) for one in results)
     assert all(not own[0].arrived and own[0].error is None and own[1].arrived for own in state)
 
 
-def _forget(state: list[list[Matrix]]) -> None:
-    for own in state:
-        for one in own:
-            one.error = None
+def _change(state: list[list[Matrix]], change: Callable[[torch.Tensor], torch.Tensor | None]) -> None:
+    for one in itertools.chain(*state):
+        if one.error is not None:
+            one.error = change(one.error)
 
 
-def _negate(state: list[list[Matrix]]) -> None:
-    for own in state:
-        for one in own:
-            if one.error is not None:
-                one.error = -one.error
+#: What happens to the errors between two sums.
+BETWEEN: dict[str, Callable[[torch.Tensor], torch.Tensor | None]] = {"sign": torch.neg, "forgotten": lambda error: None}
 
 
-@pytest.mark.parametrize("mistake", ["sign", "old error forgotten", "wrong rank", "not divided"])
+@pytest.mark.parametrize("mistake", [*BETWEEN, "wrong rank", "not divided"])
 def test_mistakes_in_errors_are_seen(mistake: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    if mistake == "sign":
-        state, results, _, _ = run(gradients, between=_negate)
+    if mistake in BETWEEN:
+        state, results, *_ = run(gradients, between=partial(_change, change=BETWEEN[mistake]))
         assert missing(gradients, state, results) > 1e-2
-    elif mistake == "old error forgotten":
-        state, results, _, _ = run(gradients, between=_forget, steps=STEPS)
-        assert missing(gradients, state, results) > 1e-2
-    else:
-        ordinary_sub = low_rank_sum._deliver
+        return
+    right = low_rank_sum._deliver
 
-        def deliver(flat: Any, matrix: Matrix, words: Any, factors: Any, ranks: int, route: str) -> None:
-            if mistake == "not divided":
-                ordinary_sub(flat, matrix, words, factors, 1, route)
-            else:
-                ordinary_sub(flat, matrix, words.flip(0), factors, ranks, route)
+    def deliver(flat: Any, matrix: Matrix, words: Any, factors: Any, ranks: int, route: str) -> None:
+        divided = mistake != "not divided"
+        right(flat, matrix, words.flip(0) if divided else words, factors, ranks if divided else 1, route)
 
-        monkeypatch.setattr(low_rank_sum, "_deliver", deliver)
-        state, results, _, deviation = run(gradients, steps=4)
-        assert deviation > 1e-2
-        if mistake == "not divided":
-            assert missing(gradients, state, results) > 1e-2
+    monkeypatch.setattr(low_rank_sum, "_deliver", deliver)
+    state, results, _, deviation = run(gradients, steps=4)
+    assert deviation > 1e-2 and (mistake == "wrong rank" or missing(gradients, state, results) > 1e-2)
 
 
 test_programs = runner.programs(__name__)

@@ -15,10 +15,11 @@ import ranks as runner
 import torch
 import torch.distributed as dist
 from moves import CODED, colliding
+from operations import arguments
 from test_host_staging import _stage
 from test_rows_in_messages import in_fragments, posted, rows_like
 
-from ds_zipccl import comm
+from ds_zipccl import codecs, comm
 from ds_zipccl.codecs import compress
 from ds_zipccl.codecs.known import FRAME_BYTES
 from ds_zipccl.comm.group_state import group_state
@@ -29,6 +30,7 @@ from ds_zipccl.comm.host.p2p.known import Latest
 from ds_zipccl.comm.host.repeats import memory as repeats
 from ds_zipccl.comm.host.repeats.exchange import RepeatedSegments
 from ds_zipccl.comm.host.repeats.memory import Places, RepeatMemory, Words
+from ds_zipccl.comm.transport.protocol import TagRange
 from ds_zipccl.config import ZipcclConfig
 from ds_zipccl.frame import CodecId, parse
 from ds_zipccl.policy import repeat_rules
@@ -101,20 +103,11 @@ class Call:
                 out = own if self.op == "in place" else torch.full_like(wanted, 3)
                 handle = comm.all_to_all_single(out, own, coming, [len(part) for part in every[rank]], **more)
                 got = [out]
-        elif self.op == "all_reduce":
-            wanted, got = own.clone(), [own]
-            dist.all_reduce(wanted, group=self.group)
-            handle = comm.all_reduce(own, **more)
-        elif self.op == "all_gather_into_tensor":
-            wanted = torch.cat([torch.cat(parts) for parts in every])
-            got = [torch.zeros_like(wanted)]
-            handle = comm.all_gather_into_tensor(got[0], own, **more)
         else:
-            summed = own.clone()
-            dist.all_reduce(summed, group=self.group)
-            wanted = summed.chunk(ranks)[rank].clone()
-            got = [torch.zeros_like(wanted)]
-            handle = comm.reduce_scatter_tensor(got[0], own, **more)
+            given, plain = (arguments(own.clone().view(-1), ranks)[self.op] for _ in range(2))
+            getattr(dist, self.op)(*plain, group=self.group)
+            got, wanted = [given[0]], plain[0]
+            handle = getattr(comm, self.op)(*given, **more)
 
         def compare() -> None:
             if handle is not None:
@@ -315,13 +308,9 @@ def kept_or_not(rank: int, ranks: int) -> None:
     tried("other group", second=replace(call, group=other))
     tried("forward", again=False)
     tried("off", recompute_base="off")
-    tried(
-        "too large",
-        even("all_to_all_single", ranks, 4000),
-        even("all_to_all_single", ranks, 4000),
-        recompute_base_mib=1,
-    )
-    tried("small", even("all_to_all_single", ranks, 7), even("all_to_all_single", ranks, 7))
+    large, small = (even("all_to_all_single", ranks, rows) for rows in (4000, 7))
+    tried("too large", large, large, recompute_base_mib=1)
+    tried("small", small, small)
     tried("raw", codec="raw")
     tried("checked", check="shadow")
     sends(rank, call, KEPT, again=False)
@@ -538,28 +527,6 @@ def two_threads_on_one_channel(rank: int, ranks: int) -> None:
     assert sum(seen) == 40
 
 
-@runner.together(2)
-def copies_that_differ_are_refused(rank: int, ranks: int) -> None:
-    """The receiver has lost its copy, or holds another one: the hash tells."""
-    mask = side(torch.bool, 40000, 1)
-    exchange(rank, mask)
-    if rank == 0:
-        comm.send(mask, 1, config=CODED)
-        comm.send(mask, 1, config=CODED)
-        return
-    found = []
-    copies = known.inbox(comm.group_state.group_state(None), 0).copies(0)
-    kind = (torch.bool, 40000)
-    for change in (lambda: copies.put(kind, ~mask, 1 << 20), lambda: copies.drop(kind)):
-        change()
-        try:
-            comm.recv(torch.zeros_like(mask), 0, config=CODED)
-        except comm.CommError as error:
-            found.append(str(error))
-    said = "; ".join(found)
-    assert said.count("frame from global rank 0 refused") == 2 and "MISMATCH" in said, said
-
-
 def test_the_oldest_kind_is_dropped() -> None:
     latest: Latest[int] = Latest()
     kinds = [(torch.uint8, 10), (torch.int64, 1), (torch.bool, 7)]
@@ -572,24 +539,25 @@ def test_the_oldest_kind_is_dropped() -> None:
 
 
 @runner.together(2)
-def known_frames_without_a_copy_are_refused(rank: int, ranks: int) -> None:
-    """A known frame that nobody may send: of floats, or for a tag that remembers nothing."""
-    from ds_zipccl import codecs
-    from ds_zipccl.comm.transport.protocol import TagRange
-
-    found = []
-    for tag, tensor in ((0, torch.zeros(3000)), (5, side(torch.int64, 9000, 1))):
-        if rank == 0:
-            frame = codecs.known_frame(
-                tensor.dtype, tensor.numel(), codecs.region_hash(tensor), torch.empty(48, dtype=torch.uint8)
-            )
+def known_frames_are_refused(rank: int, ranks: int) -> None:
+    """The receiver holds another copy, or has lost it: the hash tells. Nobody may send a known frame of floats, or one for a tag that
+    remembers nothing."""
+    mask, floats, numbers = side(torch.bool, 40000, 1), torch.zeros(3000), side(torch.int64, 9000, 1)
+    exchange(rank, mask)
+    if rank == 0:
+        comm.send(mask, 1, config=CODED)
+        comm.send(mask, 1, config=CODED)
+        for tag, tensor in ((0, floats), (5, numbers)):
+            out = torch.empty(48, dtype=torch.uint8)
+            frame = codecs.known_frame(tensor.dtype, tensor.numel(), codecs.region_hash(tensor), out)
             dist.group.WORLD.send([frame], 1, TagRange.POINT_TO_POINT + tag).wait()
-            continue
-        try:
-            comm.recv(tensor, 0, None, tag, config=CODED)
-        except comm.CommError as error:
-            found.append(str(error))
-    assert "; ".join(found).count("frame from global rank 0 refused") == (2 if rank else 0), found
+        return
+    copies, kind = known.inbox(group_state(None), 0).copies(0), (torch.bool, 40000)
+    copies.put(kind, ~mask, 1 << 20)
+    for tag, tensor, said in ((0, mask, "MISMATCH"), (0, mask, ""), (0, floats, ""), (5, numbers, "")):
+        with pytest.raises(comm.CommError, match=f"frame from global rank 0 refused.*{said}"):
+            comm.recv(torch.zeros_like(tensor), 0, None, tag, config=CODED)
+        copies.drop(kind)
 
 
 @runner.together(2)

@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import moves
 import numpy as np
 import pytest
 import ranks as runner
@@ -71,22 +72,19 @@ def scaled(rows: torch.Tensor, seed: int) -> torch.Tensor:
 
 
 def exchange(rank: int, sent: list[list[torch.Tensor]], kind: str, config: ZipcclConfig, way: int = 0) -> None:
-    """``sent[a][b]``: rows from rank a to rank b. Exchange them in one of three ways, and compare every bit."""
-    wanted = torch.cat([sent[peer][rank] for peer in range(len(sent))])
-    source = torch.cat(sent[rank])
-    leaving, coming = [len(part) for part in sent[rank]], [len(line[rank]) for line in sent]
+    """Exchange rows in one of three ways, as lists and in place too, and compare every bit."""
+    coming, source = [line[rank] for line in sent], torch.cat(sent[rank])
     more: dict[str, Any] = {"config": config, "role": "ep", "kind": kind}
-    if way == 2:
-        got = [torch.full_like(line[rank], 3) for line in sent]
-        comm.all_to_all(got, list(source.split(leaving)), **more)
-        output = torch.cat(got)
+    sizes = [len(part) for part in sent[rank]]
+    if way == 0 or (way == 1 and sizes != [len(part) for part in coming]):
+        moves.exchanged(rank, sent, True, **more)
+        return
+    if way == 1:
+        comm.all_to_all_single(source, source, sizes, sizes, **more)
     else:
-        in_place = way == 1 and leaving == coming
-        output = source if in_place else torch.full_like(wanted, 3)
-        handle = comm.all_to_all_single(output, source, coming, leaving, None, not in_place, **more)
-        if handle is not None:
-            handle.wait()
-    assert torch.equal(output.view(torch.uint8), wanted.view(torch.uint8)), f"{kind}: words differ"
+        comm.all_to_all(got := [torch.full_like(part, 3) for part in coming], list(source.split(sizes)), **more)
+        source = torch.cat(got)
+    assert torch.equal(source.view(torch.uint8), torch.cat(coming).view(torch.uint8)), f"{kind}: words differ"
 
 
 def in_fragments(patch: pytest.MonkeyPatch, least: int = 1 << 13) -> None:

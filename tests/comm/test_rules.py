@@ -86,22 +86,13 @@ def test_coded(codec: str, dtype: torch.dtype, reduce_op: str | None) -> None:
     assert admit(message, ZipcclConfig(enabled=True, codec=codec)) == Decision(True, codec, "")
 
 
-def test_a_role_that_is_not_named_is_coded() -> None:
+def test_what_is_coded() -> None:
+    """Roles that are not named, from the first size on. An all-to-all must be decided without sizes, which ranks may see differently."""
     assert admit(GOOD, ZipcclConfig(enabled=True, roles={"zero_grad": "always", "ep": "never"})).frames
-
-
-def test_min_bytes_is_the_first_size_coded() -> None:
     at = replace(GOOD, numel=32768)
     assert admit(at, ON).frames and not admit(at, ZipcclConfig(enabled=True, min_bytes=65537)).frames
     assert admit(replace(GOOD, numel=0), ZipcclConfig(enabled=True, min_bytes=0)).frames
-
-
-def test_unknown_sizes_are_coded() -> None:
-    """An all-to-all must be decided without sizes, which ranks may see differently."""
     assert admit(replace(GOOD, op="all_to_all_single", numel=None, reduce_op=None), ON).frames
-
-
-def test_unknown_role() -> None:
     with pytest.raises(ValueError, match="role 'zero' of all_reduce is unknown; roles are zero_param, zero_grad"):
         admit(replace(GOOD, role="zero"), ON)
 
@@ -109,11 +100,8 @@ def test_unknown_role() -> None:
 def test_small_segments_travel_raw() -> None:
     assert frame_codec("wide", RAW_BELOW_BYTES) == "wide"
     assert frame_codec("cascade", RAW_BELOW_BYTES - 1) == frame_codec("raw", RAW_BELOW_BYTES) == "raw"
-
-
-def test_small_is_a_reason_only_where_coding_is_on() -> None:
-    """What is off says so, whatever its size."""
-    assert is_small(65535, ON) and not is_small(65536, ON) and not is_small(10, ZipcclConfig())
+    assert is_small(65535, ON) and not is_small(65536, ON)
+    assert not is_small(10, ZipcclConfig()), "what is off says so, whatever its size"
 
 
 PARAMETERS = Message("all_gather_into_tensor", torch.bfloat16, 1 << 20, 4, "cpu", "gloo", "zero_param", based=True)
@@ -314,22 +302,6 @@ def test_a_probe_alone_switches_nothing() -> None:
     assert job.tuner.decide(window * step_rules.TRIAL_WINDOWS) and job.tuner.chosen == CODED
 
 
-def test_arms_follow_step_numbers_and_agreed_times_alone() -> None:
-    """Tuners with equal agreed times are in step, whatever their ranks measured."""
-    one, two = StepTuner(CODED), StepTuner(CODED)
-    rng = random.Random(5)
-    timed = 0
-    for _ in range(5000):
-        assert one.schedule == two.schedule
-        ended = one.end_step()
-        assert ended == two.end_step()
-        timed += ended.timed
-        if ended.agree:
-            times = [rng.uniform(0.5, 1.5) for _ in range(timed)]
-            assert one.decide(times) == two.decide(times)
-            timed = 0
-
-
 @pytest.mark.parametrize("wrong", [math.inf, math.nan, 0.0])
 def test_times_that_did_not_arrive_do_not_count(wrong: float) -> None:
     job = Job(CODED, lambda step: 0.1, lambda step: 1.0, lambda step: wrong).run(1000)
@@ -402,21 +374,19 @@ def test_exchanges_of_experts(cards: int, gbits: float, least: float, most: floa
         assert plain / coded_seconds(ALL_TO_ALL, 134e6, EIGHT, profile) == pytest.approx(wanted, rel=0.03)
 
 
-def test_break_even_sizes() -> None:
-    for profile, megabytes in ((node(1, 400), 20.3), (node(1, 100), 4.45), (node(1, 25, TCP_REACH), 0.97)):
-        assert least_bytes(GATHER, EIGHT, profile) == pytest.approx(megabytes * 1e6, rel=0.06)
-        assert least_bytes(GATHER, EIGHT, profile, waits=0) < 0.5 * least_bytes(GATHER, EIGHT, profile)
-        assert least_bytes(ALL_TO_ALL, EIGHT, profile) < 60e6
-    assert math.isinf(least_bytes(GATHER, EIGHT, replace(node(1, 400), decode=1e10)))
-    assert 4 * PIECE_BYTES < least_bytes(GATHER, EIGHT, node(8, 200)) < 130e6  # only in several pieces
-
-
-@pytest.mark.parametrize("waits", [0, 1])
-def test_a_break_even_size_breaks_even(waits: int) -> None:
-    profile = node(1, 400)
-    size = least_bytes(GATHER, EIGHT, profile, waits=waits)
-    coded = coded_seconds(GATHER, size, EIGHT, profile, waits=waits, pieces=1)
-    assert coded == pytest.approx(plain_seconds(GATHER, size, EIGHT, profile))
+@pytest.mark.parametrize(
+    ("gbits", "reach", "megabytes"), [(400, RDMA_REACH, 20.3), (100, RDMA_REACH, 4.45), (25, TCP_REACH, 0.97)]
+)
+def test_break_even_sizes(gbits: float, reach: float, megabytes: float) -> None:
+    profile = node(1, gbits, reach)
+    sizes = [least_bytes(GATHER, EIGHT, profile, waits=waits) for waits in (0, 1)]
+    for waits, size in enumerate(sizes):
+        coded = coded_seconds(GATHER, size, EIGHT, profile, waits=waits, pieces=1)
+        assert coded == pytest.approx(plain_seconds(GATHER, size, EIGHT, profile))
+    assert sizes[1] == pytest.approx(megabytes * 1e6, rel=0.06) and sizes[0] < 0.5 * sizes[1]
+    assert least_bytes(ALL_TO_ALL, EIGHT, profile) < 60e6
+    assert math.isinf(least_bytes(GATHER, EIGHT, replace(profile, decode=1e9)))
+    assert 4 * PIECE_BYTES < least_bytes(GATHER, EIGHT, node(8, 200)) < 130e6, "only in several pieces"
 
 
 def test_pieces_are_those_of_the_schedules() -> None:
@@ -425,29 +395,19 @@ def test_pieces_are_those_of_the_schedules() -> None:
 
 
 def test_rules() -> None:
-    ours = {name: sums_of(row[0], row[1]) for name, row in TABLE.items()}
-    assert {name for name, kind in ours.items() if kind == "plain"} == {"8x400G"}
-    tried = {name: moves_may_gain(row[0], row[1]) for name, row in TABLE.items()}
-    assert {name for name, may in tried.items() if not may} == {"8x400G"}
-
-
-def test_bases_in_host_memory_gain_on_networks_slower_than_the_bus() -> None:
-    gains = {name: host_bases_gain(row[0], row[1]) for name, row in TABLE.items()}
+    """Bases in host memory gain on networks slower than the bus."""
+    rows = {name: (topology, profile) for name, (topology, profile, *_) in TABLE.items()}
+    assert {name for name, row in rows.items() if sums_of(*row) == "plain"} == {"8x400G"}
+    assert {name for name, row in rows.items() if not moves_may_gain(*row)} == {"8x400G"}
     gaining = {"100G a node", "25G TCP a node", "1 GPU, 100G", "4 PCIe GPUs, 100G"}
-    assert {name for name, gain in gains.items() if gain} == gaining
+    assert {name for name, row in rows.items() if host_bases_gain(*row)} == gaining
 
 
-def test_a_group_inside_a_node_is_plain() -> None:
-    for each in (2, 8):
-        assert sums_of(Topology(1, each), node(1, 1)) == "plain"
-        assert not moves_may_gain(Topology(1, each), node(1, 1))
-
-
-def test_nodes_that_are_not_even_have_plain_sums() -> None:
+def test_nodes_that_are_not_even_and_groups_inside_one_have_plain_sums() -> None:
     assert Topology.of([[0, 1, 2], [3, 4]]) == Topology(2, 3, even=False)
     assert Topology.of([[0, 2], [1, 3]]) == Topology(2, 2)
-    assert sums_of(Topology(2, 3, even=False), node(1, 100)) == "plain"
-    assert moves_may_gain(Topology(2, 3, even=False), node(1, 100))
+    for topology, gains in ((Topology(2, 3, even=False), True), (Topology(1, 2), False), (Topology(1, 8), False)):
+        assert sums_of(topology, node(1, 100)) == "plain" and moves_may_gain(topology, node(1, 100)) == gains
 
 
 def test_a_codec_that_is_too_slow_is_not_tried() -> None:

@@ -14,11 +14,7 @@ import ranks as runner
 import sums
 import torch
 import torch.distributed as dist
-from sums import (
-    bell,
-    coded,
-    wild,
-)
+from sums import bell, coded
 
 from ds_zipccl import comm
 from ds_zipccl.comm import reduction_order, spans
@@ -44,7 +40,7 @@ PLANTS.remove(("reduce", sums.other_grid))
 @pytest.mark.parametrize(("op", "plant"), PLANTS)
 def test_a_fault_is_seen(op: str, plant: Callable[[], None]) -> None:
     with pytest.raises(runner.RankFailure, match="words differ"):
-        runner.run(sums.as_gloo, 3, [20002, sums.MIB + 1], sums.SUMS[op], plant)
+        runner.run(sums.as_gloo, 3, [20002, sums.MIB + 1], sums.SUMS[op], plant=plant)
 
 
 @runner.together(3)
@@ -75,21 +71,6 @@ def fp32_by_definition(rank: int, ranks: int) -> None:
     assert not torch.equal(plain, other)  # or the two kinds of reduction would not have been told apart
 
 
-@runner.together(3)
-def same_everywhere(rank: int, ranks: int) -> None:
-    """The same bits on all ranks and with any codec."""
-    results = []
-    for codec in ("cascade", "raw"):
-        for kind in ("match", "fp32"):
-            tensor = wild(rank, 3001, corpus.BF16, 0)
-            coded(codec=codec, reduction=kind).all_reduce(tensor)
-            results.append(tensor)
-    corpus.assert_same_bits(torch.stack(results[:2]), torch.stack(results[2:]))
-    first = torch.stack(results)
-    dist.broadcast(first, 0)
-    corpus.assert_same_bits(torch.stack(results), first)
-
-
 @runner.together(2)
 def strided(rank: int, ranks: int) -> None:
     """Tensors with gaps, of which gloo sums as many elements of memory as they have; and what it refuses."""
@@ -105,7 +86,7 @@ def strided(rank: int, ranks: int) -> None:
 
 
 @runner.together(2)
-def passes_and_complaints(rank: int, ranks: int) -> None:
+def passes(rank: int, ranks: int) -> None:
     tensor = torch.tensor([rank, 1.0])
     coded().all_reduce(tensor, dist.ReduceOp.MAX)
     assert tensor.tolist() == [ranks - 1, 1.0]
@@ -122,41 +103,6 @@ def passes_and_complaints(rank: int, ranks: int) -> None:
     if rank:
         assert coded().all_reduce(tensor, group=outside) is None
         assert coded().all_reduce_coalesced([tensor], group=outside) is None
-    calls: dict[str, Callable[[], Any]] = {
-        "input must have 2 times 3 elements": lambda: coded().reduce_scatter_tensor(torch.ones(3), torch.ones(5)),
-        "input_list must have 2 tensors": lambda: coded().reduce_scatter(torch.ones(3), [torch.ones(3)]),
-        "no tensors": lambda: coded().all_reduce_coalesced([]),
-        "one dtype": lambda: coded().all_reduce_coalesced([torch.ones(2), torch.ones(2).half()]),
-    }
-    for message, call in calls.items():
-        with pytest.raises(ValueError, match=message):
-            call()
-
-
-class Given:
-    """Contributions that are here."""
-
-    def __init__(self, rank: int, given: list[torch.Tensor]) -> None:
-        self.rank, self.own, self._given = rank, given[rank], given
-
-    def take(self, rank: int, into: torch.Tensor) -> torch.Tensor:
-        return self.own if rank == self.rank else into.copy_(self._given[rank])
-
-    def add(self, rank: int, sums: torch.Tensor) -> None:
-        sums.add_(self._given[rank].to(sums.dtype))
-
-    def add_taken(self, taken: torch.Tensor, sums: torch.Tensor) -> None:
-        sums.add_(taken)
-
-
-@pytest.mark.parametrize("rank", [0, 1, 2])
-def test_fp32_sums_of_nan_are_one_nan(rank: int) -> None:
-    """Whatever payload and sign came: bf16 rounds a NaN by cutting it."""
-    words = [[0x7FC1, 0xFFC0, 0x3F80], [0x3F80, 0x3F80, 0x7F81], [0x0000, 0x7FFF, 0x4000]]
-    given = [torch.tensor(row, dtype=torch.int32).to(torch.int16).view(torch.bfloat16) for row in words]
-    out = torch.zeros(3, dtype=torch.bfloat16)
-    reduction_order.Reduction("fp32", "SUM", 3).fold(Given(rank, given), out, [slice(0, 3)], 3)
-    assert out.view(torch.int16).tolist() == [0x7FC0] * 3
 
 
 def test_sums_on_a_device_need_no_word_of_the_device() -> None:
@@ -231,10 +177,8 @@ def added(
 @runner.together(2, full=SAME)
 @runner.together(3, (0, 2))
 @runner.together(4, full=SAME)
-def everywhere(rank: int, ranks: int, flushing: Sequence[int] = (), plant: Callable[[], None] | None = None) -> None:
+def everywhere(rank: int, ranks: int, flushing: Sequence[int] = ()) -> None:
     """Add equal tensors, and tensors of which one differs in one bit, as a group whose ranks flush denormals or keep them."""
-    if plant is not None:
-        plant()
     torch.set_flush_denormal(rank in flushing)
     group = dist.new_group(list(range(ranks)))
     torch.set_flush_denormal(False)
@@ -283,7 +227,7 @@ def of_one_rank() -> None:
 )
 def test_a_fault_of_equal_tensors_is_seen(plant: Callable[[], None], flushing: Sequence[int]) -> None:
     with pytest.raises(runner.RankFailure, match="words differ" if flushing else r"words differ|wire_bytes"):
-        runner.run(everywhere, 3, flushing, plant)
+        runner.run(everywhere, 3, flushing, plant=plant)
 
 
 @runner.together(2)

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
-from functools import partial
-from types import SimpleNamespace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import corpus
+import moves
+import sums
 import torch
 import torch.distributed as dist
-from moves import wait
-from sums import CODED
+from moves import CODED
+from operations import Coded
 
-from ds_zipccl import comm
 from ds_zipccl.codecs import project
 from ds_zipccl.codecs.registry import LOSSY_SPECS
 from ds_zipccl.comm.spans import cut
@@ -22,22 +21,14 @@ from ds_zipccl.comm.transport.gloo import all_reduce_chunk
 from ds_zipccl.config import ZipcclConfig
 from ds_zipccl.lossy import Int, LossyCodec, Round, TacoFp8, Zfp
 
-#: What each rank contributes.
-Parts = Sequence[torch.Tensor]
 #: Codecs of every kind: each value by itself, groups, groups that are transformed, blocks.
 CODECS: tuple[LossyCodec, ...] = tuple(
     codec for codec in (Round(3), Round(1), TacoFp8(), Int(6, 32), Zfp(8)) if type(codec) in LOSSY_SPECS
 )
-NAMES = (
-    "all_reduce", "all_reduce_coalesced", "reduce", "reduce_scatter", "reduce_scatter_tensor", "reduce_to_owners",
-    "all_to_all", "all_to_all_single", "all_gather", "all_gather_into_tensor",
-)  # fmt: skip
 
 
-def api(lossy: LossyCodec | None, config: ZipcclConfig = CODED, **settings: Any) -> SimpleNamespace:
-    """The collectives of comm with a config and a codec bound."""
-    config = replace(config, **settings)
-    return SimpleNamespace(**{name: partial(getattr(comm, name), config=config, lossy=lossy) for name in NAMES})
+def api(lossy: LossyCodec | None, config: ZipcclConfig = CODED, **settings: Any) -> Coded:
+    return Coded(replace(config, **settings), lossy=lossy)
 
 
 def normal(rank: int, size: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
@@ -62,159 +53,150 @@ def same(got: torch.Tensor, wanted: torch.Tensor) -> None:
     corpus.assert_same_bits(*(tensor.masked_fill(tensor.isnan(), torch.nan) for tensor in (got, wanted)))
 
 
-def total(contributions: Parts, owner: int, codec: LossyCodec, average: bool) -> torch.Tensor:
-    """The sum that ``owner`` makes: its own contribution exact, the other ones rounded by the codec, added in fp32 in rank order."""
-    values = [
-        values.float() if rank == owner else project(values, codec).float() for rank, values in enumerate(contributions)
-    ]
-    found = values[0]
-    for more in values[1:]:
-        found = found + more
-    return (found / len(values) if average else found).to(contributions[0].dtype)
+@dataclass(frozen=True)
+class Call:
+    """A call of one rank: the collectives with a codec bound, what each rank gives, and the codec of the definition."""
+
+    api: Any
+    everyone: Sequence[torch.Tensor]
+    rank: int
+    codec: LossyCodec
+    op: Any = dist.ReduceOp.SUM
+    later: bool = False
+
+    @property
+    def own(self) -> torch.Tensor:
+        return self.everyone[self.rank]
+
+    @property
+    def of_a_sum(self) -> tuple[Any, torch.Tensor, Any, bool]:
+        """Arguments of the functions of :mod:`sums`."""
+        return self.api, self.own.clone(), self.op, self.later
+
+    @property
+    def of_a_move(self) -> tuple[Any, list[torch.Tensor], int, bool]:
+        """Arguments of the functions of :mod:`moves`."""
+        return self.api, list(self.everyone), self.rank, self.later
+
+    @property
+    def shard(self) -> slice:
+        size = len(self.own) // len(self.everyone)
+        return slice(self.rank * size, (self.rank + 1) * size)
+
+    def rounded(self, values: torch.Tensor) -> torch.Tensor:
+        return project(values.contiguous(), self.codec)
+
+    def total(self, owner: int, *parts: slice) -> torch.Tensor:
+        """The sum that ``owner`` makes: its own contribution exact, the other ones rounded, added in fp32 in rank order."""
+        laid = [torch.cat([values[part] for part in parts or [slice(None)]]) for values in self.everyone]
+        values = [own.float() if rank == owner else self.rounded(own).float() for rank, own in enumerate(laid)]
+        found = values[0]
+        for more in values[1:]:
+            found = found + more
+        return (found / len(values) if self.op == dist.ReduceOp.AVG else found).to(self.own.dtype)
+
+    def shares(self, numel: int) -> list[torch.Tensor]:
+        """The sum of each rank's part of a message in an all-reduce, made by that rank."""
+        chunk = all_reduce_chunk(numel, self.own.element_size(), len(self.everyone))
+        return [self.total(owner, part) for owner, part in enumerate(cut(numel, chunk, len(self.everyone)))]
+
+    def all_reduced(self, numel: int) -> torch.Tensor:
+        """Each share is rounded for all ranks, its owner among them."""
+        return torch.cat([self.rounded(share) for share in self.shares(numel)])
+
+    def arrived(self, segments: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Segments from each rank: the own one as it is, each other one rounded from its own first element on."""
+        return torch.cat([one if peer == self.rank else self.rounded(one) for peer, one in enumerate(segments)])
 
 
-def shards_of(numel: int, itemsize: int, ranks: int) -> list[slice]:
-    """The part of a message that each rank sums in an all-reduce."""
-    return cut(numel, all_reduce_chunk(numel, itemsize, ranks), ranks)
+# Each makes one call and returns what this rank has afterwards, and what it has by definition.
+Result = tuple[torch.Tensor, torch.Tensor]
 
 
-def all_reduced(everyone: Parts, codec: LossyCodec, average: bool) -> torch.Tensor:
-    """Each shard is summed by its owner, and the sum is rounded by the codec for all ranks, the owner among them."""
-    parts = shards_of(len(everyone[0]), everyone[0].element_size(), len(everyone))
-    return torch.cat(
-        [
-            project(total([values[part] for values in everyone], owner, codec, average), codec)
-            for owner, part in enumerate(parts)
-        ]
-    )
+def all_reduce(call: Call) -> Result:
+    return sums.all_reduce(*call.of_a_sum), call.all_reduced(len(call.own))
 
 
-# Each calls one operation on ``mine`` and returns what this rank has afterwards, beside what it has by definition.
+def all_reduce_coalesced(call: Call) -> Result:
+    return sums.all_reduce_coalesced(*call.of_a_sum), call.all_reduced(len(call.own))
 
 
-def all_reduce(calls: Any, everyone: Parts, rank: int, codec: LossyCodec, op: Any, later: bool) -> Any:
-    mine = everyone[rank].clone()
-    wait(calls.all_reduce(mine, op, None, later))
-    return mine, all_reduced(everyone, codec, op == dist.ReduceOp.AVG)
+def all_reduce_strided(call: Call) -> Result:
+    rows = len(call.own) // 3 * 3
+    return sums.all_reduce_by_memory(*call.of_a_sum)[:rows], call.all_reduced(rows)
 
 
-def all_reduce_coalesced(calls: Any, everyone: Parts, rank: int, codec: LossyCodec, op: Any, later: bool) -> Any:
-    mine = everyone[rank].clone()
-    wait(calls.all_reduce_coalesced([mine[:777], mine[777:].view(-1, 1)], op, None, later))
-    return mine, all_reduced(everyone, codec, op == dist.ReduceOp.AVG)
+def reduce(call: Call) -> Result:
+    """What the root has; the other ranks have what they gave."""
+    got, root = sums.reduce(*call.of_a_sum), len(call.own) % len(call.everyone)
+    return (got, call.total(root)) if call.rank == root else (call.own, call.own)
 
 
-def all_reduce_strided(calls: Any, everyone: Parts, rank: int, codec: LossyCodec, op: Any, later: bool) -> Any:
-    """gloo sums a dense tensor in the order of its memory."""
-    mine = everyone[rank].clone()
-    rows = mine[: len(mine) // 3 * 3]
-    wait(calls.all_reduce(rows.view(-1, 3).t(), op, None, later))
-    return rows, all_reduced([values[: len(rows)] for values in everyone], codec, op == dist.ReduceOp.AVG)
+def reduce_scatter_tensor(call: Call) -> Result:
+    return sums.reduce_scatter_tensor(*call.of_a_sum), call.total(call.rank, call.shard)
 
 
-def reduce(calls: Any, everyone: Parts, rank: int, codec: LossyCodec, op: Any, later: bool) -> Any:
-    mine, root = everyone[rank].clone(), len(everyone) - 1
-    wait(calls.reduce(mine, root, op, None, later))
-    wanted = total(everyone, root, codec, op == dist.ReduceOp.AVG) if rank == root else everyone[rank]
-    return mine, wanted
+def reduce_scatter_in_place(call: Call) -> Result:
+    return sums.reduce_scatter_in_place(*call.of_a_sum), call.total(call.rank, call.shard)
 
 
-def reduce_scatter_tensor(calls: Any, everyone: Parts, rank: int, codec: LossyCodec, op: Any, later: bool) -> Any:
-    size = len(everyone[0]) // len(everyone)
-    output = torch.empty_like(everyone[0][:size])
-    wait(calls.reduce_scatter_tensor(output, everyone[rank][: size * len(everyone)], op, None, later))
-    part = slice(rank * size, (rank + 1) * size)
-    return output, total([values[part] for values in everyone], rank, codec, op == dist.ReduceOp.AVG)
-
-
-def reduce_scatter_in_place(calls: Any, everyone: Parts, rank: int, codec: LossyCodec, op: Any, later: bool) -> Any:
-    size, mine = len(everyone[0]) // len(everyone), everyone[rank].clone()
-    part = slice(rank * size, (rank + 1) * size)
-    wait(calls.reduce_scatter_tensor(mine[part], mine[: size * len(everyone)], op, None, later))
-    return mine[part], total([values[part] for values in everyone], rank, codec, op == dist.ReduceOp.AVG)
-
-
-def reduce_scatter(calls: Any, everyone: Parts, rank: int, codec: LossyCodec, op: Any, later: bool) -> Any:
+def reduce_scatter(call: Call) -> Result:
     """A list of uneven tensors."""
-    ranks, numel = len(everyone), len(everyone[0])
+    ranks, numel, own = len(call.everyone), len(call.own), call.own.clone()
     cuts = [min(numel // ranks, 700 * (peer + 1)) for peer in range(ranks - 1)]
-    shards = [values.split([*cuts, numel - sum(cuts)]) for values in everyone]
-    output = torch.empty_like(shards[0][rank])
-    wait(calls.reduce_scatter(output, [shard.clone() for shard in shards[rank]], op, None, later))
-    return output, total([of_rank[rank] for of_rank in shards], rank, codec, op == dist.ReduceOp.AVG)
+    shards = own.split([*cuts, numel - sum(cuts)])
+    output, begin = torch.empty_like(shards[call.rank]), sum(cuts[: call.rank])
+    moves.wait(call.api.reduce_scatter(output, list(shards), call.op, None, call.later))
+    return output, call.total(call.rank, slice(begin, begin + len(output)))
 
 
-def to_owners(calls: Any, everyone: Parts, rank: int, codec: LossyCodec, op: Any, later: bool) -> Any:
+def to_owners(call: Call) -> Result:
     """Every rank owns two slices: contributions go straight to the owners."""
-    ranks, size = len(everyone), len(everyone[0]) // (2 * len(everyone))
+    ranks, mine = len(call.everyone), call.own.clone()
+    size = len(mine) // (2 * ranks)
     owners = [(size, (turn % ranks,)) for turn in range(2 * ranks)]
-    owners.append((len(everyone[0]) - 2 * ranks * size, ()))
-    mine = everyone[rank].clone()
-    calls.reduce_to_owners(mine, owners, op)
-    owned = [slice((rank + ranks * turn) * size, (rank + ranks * turn + 1) * size) for turn in range(2)]
-    laid = [torch.cat([values[part] for part in owned]) for values in everyone]
-    return torch.cat([mine[part] for part in owned]), total(laid, rank, codec, op == dist.ReduceOp.AVG)
+    call.api.reduce_to_owners(mine, [*owners, (len(mine) - 2 * ranks * size, ())], call.op)
+    owned = [slice((call.rank + ranks * turn) * size, (call.rank + ranks * turn + 1) * size) for turn in range(2)]
+    return torch.cat([mine[part] for part in owned]), call.total(call.rank, *owned)
 
 
-def to_several_owners(calls: Any, everyone: Parts, rank: int, codec: LossyCodec, op: Any, later: bool) -> Any:
-    """All ranks own all of the sum: each shard is summed once and goes to the owners as it is."""
-    mine = everyone[rank].clone()
-    calls.reduce_to_owners(mine, [(len(mine), range(len(everyone)))], op)
-    parts = shards_of(len(mine), mine.element_size(), len(everyone))
-    sums = [
-        total([values[part] for values in everyone], owner, codec, op == dist.ReduceOp.AVG)
-        for owner, part in enumerate(parts)
-    ]
-    return mine, torch.cat(sums)
+def to_several_owners(call: Call) -> Result:
+    """All ranks own all of the sum: each share is summed once and goes to the owners as it is."""
+    mine = call.own.clone()
+    call.api.reduce_to_owners(mine, [(len(mine), range(len(call.everyone)))], call.op)
+    return mine, torch.cat(call.shares(len(mine)))
 
 
-SUMS: tuple[Callable[..., Any], ...] = (
-    all_reduce, all_reduce_coalesced, all_reduce_strided, reduce, reduce_scatter_tensor, reduce_scatter_in_place,
-    reduce_scatter, to_owners, to_several_owners,
-)  # fmt: skip
-
-
-def gather(calls: Any, everyone: Parts, rank: int, codec: LossyCodec, op: Any, later: bool) -> Any:
+def gather(call: Call) -> Result:
     """All ranks get the same, the sender among them."""
-    outputs = [torch.empty_like(values) for values in everyone]
-    wait(calls.all_gather(outputs, everyone[rank], None, later))
-    return torch.cat(outputs), torch.cat([project(values, codec) for values in everyone])
+    return torch.cat(moves.all_gather(*call.of_a_move)[0]), torch.cat(list(map(call.rounded, call.everyone)))
 
 
-def gather_in_place(calls: Any, everyone: Parts, rank: int, codec: LossyCodec, op: Any, later: bool) -> Any:
-    whole = torch.cat(list(everyone))
-    own = whole.chunk(len(everyone))[rank]
-    wait(calls.all_gather_into_tensor(whole, own, None, later))
-    return whole, torch.cat([project(values, codec) for values in everyone])
+def gather_in_place(call: Call) -> Result:
+    return moves.all_gather_in_place(*call.of_a_move)[0][0], torch.cat(list(map(call.rounded, call.everyone)))
 
 
-def exchange(calls: Any, everyone: Parts, rank: int, codec: LossyCodec, op: Any, later: bool) -> Any:
-    """Even segments; the own one stays as it is."""
-    ranks, size = len(everyone), len(everyone[0]) // len(everyone)
-    whole = everyone[rank][: size * ranks]
-    output = torch.empty_like(whole)
-    wait(calls.all_to_all_single(output, whole, None, None, None, later))
-    part = slice(rank * size, (rank + 1) * size)
-    wanted = [
-        values[part] if peer == rank else project(values[part].contiguous(), codec)
-        for peer, values in enumerate(everyone)
-    ]
-    return output, torch.cat(wanted)
+def exchange(call: Call) -> Result:
+    (output,), (wanted,) = moves.all_to_all_single_even(*call.of_a_move)
+    return output.view(-1), call.arrived(wanted.unbind())
 
 
-def exchange_uneven(calls: Any, everyone: Parts, rank: int, codec: LossyCodec, op: Any, later: bool) -> Any:
-    """Segment p of rank r has a size of its own, among them none; each is rounded from its own first element on."""
-    ranks = len(everyone)
-    sizes = [
-        [0 if (peer + 2 * sender) % 5 == 4 else 501 * (peer + sender + 1) for peer in range(ranks)]
-        for sender in range(ranks)
-    ]
-    segments = [list(values[: sum(of)].split(of)) for values, of in zip(everyone, sizes, strict=True)]
-    outputs = [torch.empty_like(of[rank]) for of in segments]
-    wait(calls.all_to_all(outputs, segments[rank], None, later))
-    wanted = [of[rank] if peer == rank else project(of[rank], codec) for peer, of in enumerate(segments)]
-    return torch.cat(outputs), torch.cat(wanted)
+def exchange_uneven(call: Call) -> Result:
+    """Rank 0 gets nothing."""
+    outputs, wanted = moves.all_to_all(*call.of_a_move)
+    return torch.cat(outputs), call.arrived(wanted)
 
 
-MOVES: tuple[Callable[..., Any], ...] = (gather, gather_in_place, exchange, exchange_uneven)
+SUMS: tuple[Callable[[Call], Result], ...] = (
+    all_reduce,
+    all_reduce_coalesced,
+    all_reduce_strided,
+    reduce,
+    reduce_scatter_tensor,
+    reduce_scatter_in_place,
+    reduce_scatter,
+    to_owners,
+    to_several_owners,
+)
+MOVES: tuple[Callable[[Call], Result], ...] = (gather, gather_in_place, exchange, exchange_uneven)
 EVERYTHING = SUMS + MOVES

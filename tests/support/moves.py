@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
-from types import MappingProxyType, SimpleNamespace
+from types import MappingProxyType
 from typing import Any
 
 import corpus
 import torch
+from operations import Coded
 
 from ds_zipccl import comm
 from ds_zipccl.comm.host import frames
@@ -21,10 +21,8 @@ SIZES = (0, 1, 2, 7, 2049, 20001)
 NAMES = ("all_gather", "all_gather_into_tensor", "all_gather_coalesced", "broadcast", "all_to_all", "all_to_all_single")
 
 
-def coded(**settings: Any) -> SimpleNamespace:
-    """The collectives of comm with a config bound."""
-    config = replace(CODED, **settings)
-    return SimpleNamespace(**{name: partial(getattr(comm, name), config=config) for name in NAMES})
+def coded(**settings: Any) -> Coded:
+    return Coded(replace(CODED, **settings))
 
 
 def filled(rank: int, size: int, kind: corpus.Float, seed: int) -> torch.Tensor:
@@ -35,6 +33,16 @@ def filled(rank: int, size: int, kind: corpus.Float, seed: int) -> torch.Tensor:
 def wait(handle: Any) -> None:
     if handle is not None:
         handle.wait()
+
+
+def exchanged(rank: int, sent: Sequence[Sequence[torch.Tensor]], later: bool = False, **more: Any) -> torch.Tensor:
+    """Exchange rows, ``sent[a][b]`` from rank a to rank b, and compare every bit; return what came."""
+    source, coming = torch.cat(list(sent[rank])), [line[rank] for line in sent]
+    wanted = torch.cat(coming)
+    output = torch.full_like(wanted, 3)
+    wait(comm.all_to_all_single(output, source, [*map(len, coming)], [*map(len, sent[rank])], None, later, **more))
+    corpus.assert_same_bits(output, wanted)
+    return output
 
 
 # Each returns (outputs, outputs wanted) of one call through ``api``.
@@ -115,8 +123,6 @@ MOVES: dict[str, tuple[Callable[..., Any], ...]] = {
     "broadcast": (broadcast,),
     "all_to_all": (all_to_all, all_to_all_single, all_to_all_single_even, all_to_all_in_place),
 }
-#: Those in which an output is an input, or the own part of it.
-ALIASES = {"all_gather": (all_gather_in_place,), "all_to_all": (all_to_all_in_place,)}
 EVERYTHING = tuple(move for calls in MOVES.values() for move in calls)
 
 

@@ -35,11 +35,10 @@ def arguments(mine: torch.Tensor, ranks: int) -> dict[str, tuple[Any, ...]]:
 
 
 class Coded:
-    """ds_zipccl.comm with a config; ``more`` is for all_gather_into_tensor alone."""
+    """The operations of ds_zipccl.comm with a config, and more arguments by name, bound."""
 
     def __init__(self, config: ZipcclConfig, **more: Any) -> None:
         self._config, self._more = config, more
 
     def __getattr__(self, name: str) -> Any:
-        more = self._more if name == "all_gather_into_tensor" else {}
-        return partial(getattr(comm, name), config=self._config, **more)
+        return partial(getattr(comm, name), config=self._config, **self._more)

@@ -41,18 +41,30 @@ class RankFailure(AssertionError):
 
 
 def run(
-    case: Callable[..., Any], ranks: int, *arguments: Any, timeout: float = 120.0, backend: str = "gloo"
+    case: Callable[..., Any],
+    ranks: int,
+    *arguments: Any,
+    timeout: float = 120.0,
+    backend: str = "gloo",
+    plant: Callable[[], None] | None = None,
 ) -> list[Any]:
     """Run ``case(rank, ranks, *arguments)`` on each rank, and return the results in the order of the ranks. Blocks.
 
     Args:
         backend: of the default group: "gloo", or the name of :mod:`shim`.
+        plant: makes a mistake; each rank calls it before the case.
         timeout: seconds, also of the group. Then all ranks are killed; after a failure the other ranks have ``GRACE`` seconds.
 
     Raises:
         RankFailure: with the traceback of every rank that failed.
     """
-    return [results[0] for results in _launch([(case, arguments)], ranks, timeout, backend)]
+    call = (case, arguments) if plant is None else (_mistaken, (plant, case, *arguments))
+    return [results[0] for results in _launch([call], ranks, timeout, backend)]
+
+
+def _mistaken(rank: int, ranks: int, plant: Callable[[], None], case: Callable[..., Any], *arguments: Any) -> Any:
+    plant()
+    return case(rank, ranks, *arguments)
 
 
 def run_each(ranks: int, *cases: Callable[..., Any] | tuple[Any, ...], timeout: float = 120.0) -> None:

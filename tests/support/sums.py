@@ -4,32 +4,19 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import replace
-from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
 import corpus
 import numpy as np
 import torch
 import torch.distributed as dist
-from moves import wait
+from moves import coded, wait
 
-from ds_zipccl import comm
 from ds_zipccl.comm import reduction_order
 from ds_zipccl.comm.transport import gloo
-from ds_zipccl.config import ZipcclConfig
 from ds_zipccl.telemetry import counters
 
-CODED = ZipcclConfig(enabled=True, mode="always", min_bytes=0)
-NAMES = ("all_reduce", "all_reduce_coalesced", "reduce", "reduce_scatter", "reduce_scatter_tensor")
 MIB = 1 << 20
-
-
-def coded(**settings: Any) -> SimpleNamespace:
-    """The collectives of comm with a config bound."""
-    config = replace(CODED, **settings)
-    return SimpleNamespace(**{name: partial(getattr(comm, name), config=config) for name in NAMES})
 
 
 #: Elements after which the contributions repeat: a prime, so that no chunk of a large message looks like another.
@@ -121,16 +108,8 @@ SUMS: dict[str, tuple[Callable[..., Any], ...]] = {
 EVERYTHING = tuple(add for calls in SUMS.values() for add in calls)
 
 
-def as_gloo(
-    rank: int,
-    ranks: int,
-    sizes: Sequence[int],
-    calls: Sequence[Callable[..., Any]] = EVERYTHING,
-    plant: Callable[[], None] | None = None,
-) -> None:
+def as_gloo(rank: int, ranks: int, sizes: Sequence[int], calls: Sequence[Callable[..., Any]] = EVERYTHING) -> None:
     """Sums have gloo's bits, in every dtype, blocking and not, through frames only."""
-    if plant is not None:
-        plant()
     for seed, (size, add) in enumerate((size, add) for size in sizes for add in calls):
         kind = list(corpus.SUMMED.values())[(seed + size) % 3]
         op = dist.ReduceOp.AVG if seed % 5 == 0 else dist.ReduceOp.SUM
