@@ -1,7 +1,7 @@
 """Programs for the simulator: schedules of coded collectives, right ones, and with one mistake planted.
 
-A program is a function of rank and ranks, a codec and the name of its mistake ("" for none). A comment ``<name>`` marks a line that a
-fault must name.
+A program is a function of rank and ranks, and the name of its mistake ("" for none); the kernels of its codec are Python functions. A
+comment ``<name>`` marks a line that a fault must name.
 """
 
 from __future__ import annotations
@@ -14,49 +14,33 @@ import torch.distributed as dist
 
 from sim.device import kernel
 
+#: Frames are the words as they are behind a header, whose last eight bytes are the frame's length.
 HEADER = 32
 
 
-class StubCodec:
-    """Frames of the words as they are, behind a header whose last eight bytes are the frame's length; kernels are Python functions."""
+def _encode(segments: Sequence[torch.Tensor], slots: Sequence[torch.Tensor]) -> None:
+    for words, slot in zip(segments, slots, strict=True):
+        size = HEADER + words.nbytes
+        slot[:HEADER] = 0
+        slot[24:HEADER].view(torch.int64)[0] = size
+        slot[HEADER:size] = words.view(torch.uint8)
 
-    def encode_frames(
-        self, segments: Sequence[torch.Tensor], code: str, block: int, slots: Sequence[torch.Tensor]
-    ) -> None:
-        kernel("stub encode", self._encode, segments, slots)
 
-    def decode_frames(
-        self, slots: Sequence[torch.Tensor], block: int, outs: Sequence[torch.Tensor], status: torch.Tensor
-    ) -> None:
-        kernel("stub decode", self._decode, slots, [*outs, status])
+def _words(slot: torch.Tensor, like: torch.Tensor, status: torch.Tensor) -> torch.Tensor:
+    size = int(slot[24:HEADER].view(torch.int64)[0])
+    if size != HEADER + like.nbytes or size > slot.numel():
+        status.fill_(0)
+        return torch.zeros_like(like)
+    return slot[HEADER:size].view(like.dtype)
 
-    def decode_sum_frames(
-        self, slots: Sequence[torch.Tensor], block: int, dtype: torch.dtype, sums: torch.Tensor, status: torch.Tensor
-    ) -> None:
-        kernel("stub decode_sum", self._sum, slots, [sums, status])
 
-    @staticmethod
-    def _encode(segments: Sequence[torch.Tensor], slots: Sequence[torch.Tensor]) -> None:
-        for words, slot in zip(segments, slots, strict=True):
-            size = HEADER + words.nbytes
-            slot[:HEADER] = 0
-            slot[24:HEADER].view(torch.int64)[0] = size
-            slot[HEADER:size] = words.view(torch.uint8)
+def _decode(slots: Sequence[torch.Tensor], outs: Sequence[torch.Tensor]) -> None:
+    for slot, words in zip(slots, outs[:-1], strict=True):
+        words.copy_(_words(slot, words, outs[-1]))
 
-    @staticmethod
-    def _words(slot: torch.Tensor, like: torch.Tensor, status: torch.Tensor) -> torch.Tensor:
-        size = int(slot[24:HEADER].view(torch.int64)[0])
-        if size != HEADER + like.nbytes or size > slot.numel():
-            status.fill_(0)
-            return torch.zeros_like(like)
-        return slot[HEADER:size].view(like.dtype)
 
-    def _decode(self, slots: Sequence[torch.Tensor], outs: Sequence[torch.Tensor]) -> None:
-        for slot, words in zip(slots, outs[:-1], strict=True):
-            words.copy_(self._words(slot, words, outs[-1]))
-
-    def _sum(self, slots: Sequence[torch.Tensor], outs: Sequence[torch.Tensor]) -> None:
-        outs[0].copy_(sum(self._words(slot, outs[0], outs[1]).float() for slot in slots))
+def _sum(slots: Sequence[torch.Tensor], outs: Sequence[torch.Tensor]) -> None:
+    outs[0].copy_(sum(_words(slot, outs[0], outs[1]).float() for slot in slots))
 
 
 def words_of(rank: int, numel: int, call: int = 0) -> torch.Tensor:
@@ -71,7 +55,7 @@ def no_failure(device: torch.device) -> torch.Tensor:
 
 
 def slot_bytes(numel: int) -> int:
-    """Room for a frame of bfloat16 words in either codec."""
+    """Room for a frame of bfloat16 words, and more."""
     return -(-(HEADER + 4 * numel + 64) // 512) * 512
 
 
@@ -89,8 +73,8 @@ class Handle:
 class Gatherer:
     """Coded gathers with three streams and one staging buffer: encode, wire and decode overlap between calls."""
 
-    def __init__(self, rank: int, ranks: int, codec: Any, mistake: str, numel: int) -> None:
-        self.rank, self.ranks, self.codec, self.mistake, self.numel = rank, ranks, codec, mistake, numel
+    def __init__(self, rank: int, ranks: int, mistake: str, numel: int) -> None:
+        self.rank, self.ranks, self.mistake = rank, ranks, mistake
         self.device = torch.device("cuda", rank)
         self.encoding, self.decoding = torch.cuda.Stream(self.device), torch.cuda.Stream(self.device)
         self.wire = torch.cuda.Stream(self.device, priority=-1)
@@ -100,44 +84,44 @@ class Gatherer:
 
     def gather(self, words: torch.Tensor, output: torch.Tensor) -> Handle:
         """Start a gather into ``output``, flat, of all ranks' words; no host wait."""
-        right = self.mistake
+        mistake = self.mistake
         caller = torch.cuda.current_stream(self.device)
         slots = list(self.staging.view(self.ranks, -1).unbind())
-        if right != "encoder does not wait for the caller":
+        if mistake != "encoder does not wait for the caller":
             self.encoding.wait_event(caller.record_event())
-        if right != "staging buffer reused before its last reader":
+        if mistake != "staging buffer reused before its last reader":
             self.encoding.wait_event(self.last_used)
         with torch.cuda.stream(self.encoding):
-            self.codec.encode_frames([words], "cascade", 1024, [slots[self.rank]])  # <encode>
+            kernel("stub encode", _encode, [words], [slots[self.rank]])  # <encode>
             encoded = self.encoding.record_event()
         unrecorded = torch.cuda.Event()
-        if right == "event waited before it is recorded":
+        if mistake == "event waited before it is recorded":
             self.wire.wait_event(unrecorded)  # <unrecorded>
             unrecorded.record(self.encoding)
-        elif right == "event recorded on the wrong stream":
+        elif mistake == "event recorded on the wrong stream":
             self.wire.wait_event(self.decoding.record_event())
-        elif right != "wire does not wait for the encoder":
+        elif mistake != "wire does not wait for the encoder":
             self.wire.wait_event(encoded)
-        with torch.cuda.stream(self.wire if right != "swapped streams" else self.decoding):
+        with torch.cuda.stream(self.wire if mistake != "swapped streams" else self.decoding):
             dist.all_gather_into_tensor(self.staging, slots[self.rank])  # <gather>
         gathered = self.wire.record_event()
-        if right != "decoder does not wait for the wire":
+        if mistake != "decoder does not wait for the wire":
             self.decoding.wait_event(gathered)
         status = no_failure(self.device)  # <status>
-        if right != "decoder does not wait for the memory of the caller":
+        if mistake != "decoder does not wait for the memory of the caller":
             self.decoding.wait_stream(caller)
         with torch.cuda.stream(self.decoding):
             outs = list(output.view(self.ranks, -1).unbind())
-            self.codec.decode_frames(slots, 1024, outs, status)  # <decode>
+            kernel("stub decode", _decode, slots, [*outs, status])  # <decode>
             decoded = self.decoding.record_event()
         self.last_used = decoded
-        keep = () if right == "buffer freed early" else (words, output, status)
+        keep = () if mistake == "buffer freed early" else (words, output, status)
         return Handle(decoded, keep)
 
 
-def gathers(rank: int, ranks: int, codec: Any, mistake: str = "", calls: int = 3, numel: int = 300) -> None:
+def gathers(rank: int, ranks: int, mistake: str = "", calls: int = 3, numel: int = 300) -> None:
     """Several gathers in flight; each output is compared with the ranks' words."""
-    gatherer = Gatherer(rank, ranks, codec, mistake, numel)
+    gatherer = Gatherer(rank, ranks, mistake, numel)
     started = []
     for call in range(calls):
         words = words_of(rank, numel, call).to(gatherer.device)
@@ -183,14 +167,14 @@ def agreement(rank: int, ranks: int, mistake: str = "") -> int:
     return int(pinned.item())  # <host read>
 
 
-def sums(rank: int, ranks: int, codec: Any, mistake: str = "", numel: int = 256) -> None:
+def sums(rank: int, ranks: int, mistake: str = "", numel: int = 256) -> None:
     """A coded reduce-scatter: frames of exact size by all-to-all, one host wait for the size; own fp32 order of sums."""
     device = torch.device("cuda", rank)
     part = words_of(rank, ranks * numel).to(device)
     size = slot_bytes(numel)
     out_slots = torch.empty(ranks * size, dtype=torch.uint8, device=device).view(ranks, size)
     in_slots = torch.empty(ranks * size, dtype=torch.uint8, device=device).view(ranks, size)
-    codec.encode_frames(list(part.view(ranks, numel).unbind()), "cascade", 1024, list(out_slots.unbind()))
+    kernel("stub encode", _encode, list(part.view(ranks, numel).unbind()), list(out_slots.unbind()))
     most = out_slots[:, 24:32].contiguous().view(torch.int64).max()
     dist.all_reduce(most, dist.ReduceOp.MAX)
     pinned = torch.empty(1, dtype=torch.int64, pin_memory=True)
@@ -207,7 +191,7 @@ def sums(rank: int, ranks: int, codec: Any, mistake: str = "", numel: int = 256)
     dist.all_to_all(received, sent)  # <all to all>
     total = torch.empty(numel, dtype=torch.bfloat16, device=device)
     status = no_failure(device)
-    codec.decode_sum_frames(received, 1024, torch.bfloat16, total, status)
+    kernel("stub decode_sum", _sum, received, [total, status])
     got = total.cpu()
     wanted = words_of(0, ranks * numel).view(ranks, numel)[rank].float()
     for peer in range(1, ranks):

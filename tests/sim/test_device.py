@@ -12,17 +12,8 @@ import torch.distributed as dist
 
 from sim import device, memory, streams, world
 from sim.device import kernel
-from sim.mistakes import line, noticed
+from sim.mistakes import faulty, filled, mistake
 from sim.scheduler import Fault
-
-
-def at(marker: str) -> str:
-    return line("test_device.py", marker)
-
-
-def filled(rank: int, numel: int, value: float) -> torch.Tensor:
-    return torch.full((numel,), value, device=f"cuda:{rank}")
-
 
 # --- tensors
 
@@ -117,13 +108,15 @@ def held(rank: int, ranks: int, record: bool) -> bool:
 def test_record_stream() -> None:
     for seed in range(20):
         assert world.run(held, 1, True, seed=seed).values == [True]
-    fault = noticed(held, 1, False)
-    assert fault.kind == "race" and at("side use") in str(fault) and at("after free") in str(fault), fault
+    faulty(("race", "side use", "after free"), held, 1, False)
 
 
 # --- mistakes
 
+MISTAKES: dict[Callable[..., Any], tuple[str, ...]] = {}
 
+
+@mistake(MISTAKES, "race", "made", "multiplied")
 def side_stream_of_allocation(rank: int, ranks: int) -> None:
     side = torch.cuda.Stream()
     words = filled(rank, 8, 1)  # <made>
@@ -131,6 +124,7 @@ def side_stream_of_allocation(rank: int, ranks: int) -> None:
         words.mul_(2)  # <multiplied>
 
 
+@mistake(MISTAKES, "race", "slab", "slot")
 def slot_of_slab(rank: int, ranks: int) -> None:
     """The two tensors begin at different addresses and share one byte range."""
     slab = filled(rank, 64, 0)
@@ -141,6 +135,7 @@ def slot_of_slab(rank: int, ranks: int) -> None:
         slab[32:40].mul_(3)  # <slot>
 
 
+@mistake(MISTAKES, "race", "added", "read")
 def read_of_another_stream(rank: int, ranks: int) -> None:
     side = torch.cuda.Stream()
     words = filled(rank, 8, 1)
@@ -150,6 +145,7 @@ def read_of_another_stream(rank: int, ranks: int) -> None:
     words.cpu()  # <read>
 
 
+@mistake(MISTAKES, "race", "copied", "listed")
 def pinned_without_wait(rank: int, ranks: int) -> None:
     words = filled(rank, 8, 1)
     pinned = torch.empty(8, pin_memory=True)
@@ -157,6 +153,7 @@ def pinned_without_wait(rank: int, ranks: int) -> None:
     pinned.tolist()  # <listed>
 
 
+@mistake(MISTAKES, "race", "staged", "staged again")
 def pinned_used_again(rank: int, ranks: int) -> None:
     words = torch.empty(8, device=f"cuda:{rank}")
     pinned = torch.empty(8, pin_memory=True)
@@ -165,11 +162,13 @@ def pinned_used_again(rank: int, ranks: int) -> None:
     pinned.fill_(2)  # <staged again>
 
 
+@mistake(MISTAKES, "deadlock", "flag", "flag sync")
 def flag_never_set(rank: int, ranks: int) -> None:
     streams.Flag().wait()  # <flag>
     torch.cuda.synchronize()  # <flag sync>
 
 
+@mistake(MISTAKES, "deadlock", "spin", "full")
 def launches_behind_a_spin(rank: int, ranks: int) -> None:
     """More launches than the queue takes, before the host sets the flag that the first one waits for."""
     flag = streams.Flag()
@@ -179,6 +178,7 @@ def launches_behind_a_spin(rank: int, ranks: int) -> None:
     flag.set()
 
 
+@mistake(MISTAKES, "capture", "captured wait")
 def wait_in_capture(rank: int, ranks: int) -> None:
     words = filled(rank, 8, 1)
     with streams.Graph().capture():
@@ -186,6 +186,7 @@ def wait_in_capture(rank: int, ranks: int) -> None:
         words.cpu()  # <captured wait>
 
 
+@mistake(MISTAKES, "capture", "captured query")
 def query_in_capture(rank: int, ranks: int) -> None:
     event = torch.cuda.current_stream().record_event()
     with streams.Graph().capture():
@@ -193,6 +194,7 @@ def query_in_capture(rank: int, ranks: int) -> None:
         event.query()  # <captured query>
 
 
+@mistake(MISTAKES, "deadlock", "alone", "poll")
 def never_reached(rank: int, ranks: int) -> None:
     """A poll of an event behind a collective that the other rank does not join."""
     value = filled(rank, 8, 1)
@@ -203,27 +205,9 @@ def never_reached(rank: int, ranks: int) -> None:
             pass
 
 
-MISTAKES: dict[Callable[..., Any], tuple[str, tuple[str, ...]]] = {
-    side_stream_of_allocation: ("race", ("made", "multiplied")),
-    slot_of_slab: ("race", ("slab", "slot")),
-    read_of_another_stream: ("race", ("added", "read")),
-    pinned_without_wait: ("race", ("copied", "listed")),
-    pinned_used_again: ("race", ("staged", "staged again")),
-    flag_never_set: ("deadlock", ("flag", "flag sync")),
-    launches_behind_a_spin: ("deadlock", ("spin", "full")),
-    wait_in_capture: ("capture", ("captured wait",)),
-    query_in_capture: ("capture", ("captured query",)),
-    never_reached: ("deadlock", ("alone", "poll")),
-}
-
-
 @pytest.mark.parametrize("program", MISTAKES, ids=lambda program: program.__name__)
 def test_mistakes(program: Callable[..., Any]) -> None:
-    kind, markers = MISTAKES[program]
-    fault = noticed(program, 2)
-    assert fault.kind == kind, fault
-    for marker in markers:
-        assert at(marker) in str(fault), fault
+    faulty(MISTAKES[program], program, 2)
 
 
 def undeclared(rank: int, ranks: int) -> None:
@@ -238,8 +222,7 @@ def undeclared(rank: int, ranks: int) -> None:
 
 def test_kernels_write_what_they_name() -> None:
     world.run(undeclared, 1)
-    fault = noticed(undeclared, 1, modes=world.Modes(declared=True))
-    assert fault.kind == "undeclared" and at("undeclared") in str(fault) and at("other memory") in str(fault), fault
+    faulty(("undeclared", "undeclared", "other memory"), undeclared, 1, modes=world.Modes(declared=True))
 
 
 def stuck(rank: int, ranks: int) -> None:

@@ -7,15 +7,7 @@ import torch.distributed as dist
 
 from sim import streams, world
 from sim.device import kernel
-from sim.mistakes import line, noticed
-
-
-def filled(rank: int, numel: int, value: float) -> torch.Tensor:
-    return torch.full((numel,), value, device=f"cuda:{rank}")
-
-
-def at(marker: str) -> str:
-    return line("test_modes.py", marker)
+from sim.mistakes import faulty, filled
 
 
 def spinning(rank: int, ranks: int, preload: bool) -> None:
@@ -39,9 +31,8 @@ def test_lazy_loading() -> None:
     for seed in range(6):
         world.run(spinning, 2, False, seed=seed)
         world.run(spinning, 2, True, seed=seed, modes=lazy)
-    fault = noticed(spinning, 2, False, modes=lazy)
-    assert fault.kind == "deadlock" and "to load codec at its first launch" in str(fault), fault
-    assert all(at(marker) in str(fault) for marker in ("collective", "load", "go")), fault
+    said = faulty(("deadlock", "collective", "load", "go"), spinning, 2, False, modes=lazy)
+    assert "to load codec at its first launch" in said, said
 
 
 def flag_set_later(rank: int, ranks: int) -> None:
@@ -56,8 +47,7 @@ def test_one_hardware_queue() -> None:
     """A wait for work that is submitted later is a deadlock behind one queue, and only there."""
     for seed in range(6):
         world.run(flag_set_later, 1, seed=seed)
-    fault = noticed(flag_set_later, 1, modes=world.Modes(one_queue=True))
-    assert fault.kind == "deadlock" and at("waits first") in str(fault) and at("sets second") in str(fault), fault
+    faulty(("deadlock", "waits first", "sets second"), flag_set_later, 1, modes=world.Modes(one_queue=True))
 
 
 def kernel_beside_a_spin(rank: int, ranks: int) -> None:
@@ -73,8 +63,7 @@ def test_busy_multiprocessors() -> None:
     """A kernel that is needed while another one spins: right with room on the device, a deadlock without."""
     for seed in range(6):
         world.run(kernel_beside_a_spin, 1, seed=seed)
-    fault = noticed(kernel_beside_a_spin, 1, modes=world.Modes(busy=True))
-    assert fault.kind == "deadlock" and at("holds") in str(fault) and at("held up") in str(fault), fault
+    faulty(("deadlock", "holds", "held up"), kernel_beside_a_spin, 1, modes=world.Modes(busy=True))
 
 
 def two_groups_connect(rank: int, ranks: int) -> None:
@@ -100,8 +89,7 @@ def test_first_exchange_blocks_hosts() -> None:
     for seed in range(6):
         world.run(host_of_other_rank, 2, seed=seed)
         world.run(two_groups_connect, 2, seed=seed, modes=world.Modes(connect=True))
-    fault = noticed(host_of_other_rank, 2, modes=world.Modes(connect=True))
-    assert fault.kind == "deadlock" and at("first exchange") in str(fault) and at("waits for go") in str(fault), fault
+    faulty(("deadlock", "first exchange", "waits for go"), host_of_other_rank, 2, modes=world.Modes(connect=True))
 
 
 def graph(rank: int, ranks: int) -> list[float]:
