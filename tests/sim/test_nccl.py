@@ -127,7 +127,7 @@ CALLS: dict[str, dict[str, Callable[[int, int], Any]]] = {
             filled(rank, 4, 1), [dist.ReduceOp.SUM, dist.ReduceOp.MAX][rank]
         ),
         "pair": lambda rank, ranks: dist.all_to_all(  # <pair>
-            [filled(rank, 1, 0) for _ in range(ranks)], [filled(rank, 1, 1), filled(rank, 1 + (rank == 1), 1)]
+            [filled(rank, 1, 0) for _ in range(ranks)], [filled(rank, 1 + rank, 1), filled(rank, 1, 1)]
         ),
         "splits": lambda rank, ranks: dist.all_to_all_single(  # <splits>
             filled(rank, 4, 0), filled(rank, 4, 1), [2, 2], [1, 3] if rank else [2, 2]
@@ -143,7 +143,8 @@ CALLS: dict[str, dict[str, Callable[[int, int], Any]]] = {
 
 @pytest.mark.parametrize(("kind", "name"), [(kind, name) for kind, some in CALLS.items() for name in some])
 def test_one_call(kind: str, name: str) -> None:
-    faulty((kind, *[name] * (2 if kind == "would hang" else 1)), CALLS[kind][name], 2)
+    said = faulty((kind, *[name] * (2 if kind == "would hang" else 1)), CALLS[kind][name], 2)
+    assert name != "pair" or "rank 1 sends 2 elements to rank 0, which receives 1" in said, said
 
 
 @mistake(MISTAKES, "overlap", "slot")
