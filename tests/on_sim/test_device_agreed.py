@@ -35,12 +35,7 @@ class Model:
     """Parameters of one rank, as ZeRO-3 has them, and a copy on the host of the shards of all ranks."""
 
     def __init__(
-        self,
-        rank: int,
-        ranks: int,
-        seed: int,
-        dtype: torch.dtype = torch.bfloat16,
-        gathered: torch.dtype | None = None,
+        self, rank: int, ranks: int, seed: int, dtype: torch.dtype = torch.bfloat16, gathered: torch.dtype | None = None
     ) -> None:
         self.rank, self.ranks, self.device = rank, ranks, torch.device("cuda", rank)
         self.dtype = gathered or dtype

@@ -204,11 +204,7 @@ class Group(dist.ProcessGroup):
         return handles[-1] if handles else None
 
     def allreduce_coalesced(self, tensors: list[torch.Tensor], opts: Any) -> Any:
-        signature = {"op": reduction(opts.reduceOp)}
-        return [
-            self._run("all_reduce", {**signature, "count": one.numel(), "dtype": one.dtype}, [one], [one], opts)
-            for one in tensors
-        ][-1]
+        return [self.allreduce([one], opts) for one in tensors][-1]
 
     def all_gather_single_coalesced(self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: Any) -> Any:
         return [self.all_gather_single(output, one, opts) for output, one in zip(outputs, inputs, strict=True)][-1]
