@@ -36,6 +36,7 @@ from on_sim.cases import bytes_sent
 pytestmark = pytest.mark.usefixtures("small_frames")
 ALWAYS: dict[str, Any] = {"enabled": True, "mode": "always", "min_bytes": 0, "nccl": "on", "nccl_min_bytes": 0}
 PLAIN: dict[str, Any] = {**ALWAYS, "reduction": "plain"}
+AUTO: dict[str, Any] = {**ALWAYS, "mode": "auto"}
 SUM, AVG = dist.ReduceOp.SUM, dist.ReduceOp.AVG
 #: Elements of messages: fewer than ranks, and more than a block for each of two ranks.
 SIZES = (0, 1, 7, 2051)
@@ -286,11 +287,7 @@ def test_planted_mistakes_are_noticed(route: CudaBackend, mistake: str, monkeypa
     plants.fails(in_documented_order, sum(map(len, nodes)), nodes, [2051], ALWAYS, route=route)
 
 
-AUTO: dict[str, Any] = {**ALWAYS, "mode": "auto"}
-
-
 # --- bytes between nodes
-
 
 NUMEL = 1 << 16
 
