@@ -29,10 +29,10 @@ class Task:
     config: ZipcclConfig
     kind: corpus.Float
     numel: int
-    later: bool
-    average: bool
-    side: bool
-    draw: str
+    later: bool = False
+    average: bool = False
+    side: bool = False
+    draw: str = ""
 
     def __str__(self) -> str:
         how = f"{self.numel} {self.kind.dtype} elements, ranks {list(self.members)}, codec {self.config.codec}"

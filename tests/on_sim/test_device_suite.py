@@ -57,20 +57,10 @@ CODED = [name for name in DRAWN if OPS[OPERATIONS[name][0]].on_device]
 def one_call(rank: int, ranks: int, name: str, nodes: Any) -> tuple[int, int]:
     """Waits of the host for the device in one call, and its looks at events, as the simulator sees them."""
     levels.pretend(nodes)
-    group = dist.group.WORLD
+    everybody, config = tuple(range(ranks)), random_programs.CONFIGS[0]
     for number in range(2):  # the first call of a group may connect ranks
-        task = Task(
-            name,
-            tuple(range(ranks)),
-            group,
-            random_programs.CONFIGS[0],
-            corpus.BF16,
-            5000,
-            True,
-            False,
-            False,
-            f"w{number}",
-        )
+        draw = f"w{number}"
+        task = Task(name, everybody, dist.group.WORLD, config, corpus.BF16, 5000, later=True, draw=draw)
         desk = Desk(task, rank)
         call = desk.call
         seen: list[tuple[int, int]] = []
