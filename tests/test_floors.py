@@ -201,7 +201,7 @@ def test_the_simulator_does_not_know_the_package() -> None:
     """tests/sim simulates a GPU and NCCL for any library; what runs ds_zipccl on it is in tests/on_sim."""
     texts = [path.read_text() for path in (ROOT / "tests" / "sim").iterdir() if path.is_file()]
     assert len(texts) > 10 and not any("ds_zipccl" in text or "on_sim import" in text for text in texts)
-    code = "import sys; sys.modules['ds_zipccl'] = None; from sim import mistakes, programs, world"
+    code = "import sys; sys.modules['ds_zipccl'] = None; from sim import mistakes, world"
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "tests"), "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
     ran = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=120)
     assert ran.returncode == 0, ran.stderr

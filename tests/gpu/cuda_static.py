@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, TypeGuard
+from typing import Any
 
 import builds
 import sass
@@ -158,11 +158,6 @@ class WholeChunks(launches.Launches):
         return 0
 
 
-def dtype_of_bits(tensor: torch.Tensor) -> torch.dtype:
-    """The integers of the words of ``tensor``."""
-    return torch.int16 if tensor.itemsize == 2 else torch.int32
-
-
 def few_changed(numbers: torch.Tensor) -> torch.Tensor:
     """3 % of the numbers moved, by up to seven units."""
     draw = torch.Generator().manual_seed(2)
@@ -229,7 +224,7 @@ def run_all(launcher: sass.SassLauncher) -> None:
         run_rounded(route, kernels.lossy_route("native", "cpu", "encode_rounded"), words)
         base = words
         changed = (base.float() + 1e-5 * torch.randn(ELEMENTS, generator=torch.Generator().manual_seed(1))).to(dtype)
-        units = dtype_of_bits(base)
+        units = torch.int16 if dtype.itemsize == 2 else torch.int32
         for new in (few_changed(base.view(units)).view(dtype), changed):  # LIST, and the TABLE that is counted
             launcher.counts.pop(f"zipccl_encode_{kind}_delta", None)
             launcher.counts.pop(f"zipccl_decode_{kind}_delta", None)
@@ -260,11 +255,6 @@ def elements(kernel: str) -> int:
     return ELEMENTS * SUMMANDS if "decode_sum" in kernel else ELEMENTS
 
 
-def counted(launcher: sass.SassLauncher | None, kernel: str) -> TypeGuard[sass.SassLauncher]:
-    """Whether :func:`run_all` has run the kernel. The interpreter has no numbers of 64 bits with a fraction, which the sums of rows are."""
-    return launcher is not None and kernel in launcher.counts
-
-
 def rows_of(architecture: int) -> list[dict[str, Any]]:
     path, report = cubin(architecture)
     launcher = sass.load(nvdisasm(), path, architecture) if architecture in INTERPRETED else None
@@ -273,14 +263,17 @@ def rows_of(architecture: int) -> list[dict[str, Any]]:
     limits = ARCHITECTURES[architecture]
     rows = []
     for kernel, found in sorted(resources(report).items()):
-        dynamic = dynamic_shared(kernel)
+        dynamic, slots = dynamic_shared(kernel), None
+        # The interpreter has no numbers of 64 bits with a fraction, which the sums of rows are.
+        if launcher is not None and kernel in launcher.counts:
+            slots = round(launcher.issued(kernel) * 32 / elements(kernel), 2)
         rows.append({
             "kernel": kernel.removeprefix("zipccl_"),
             "architecture": f"sm_{architecture}",
             **found,
             "dynamic_shared_bytes": dynamic,
             "blocks": blocks_of(limits, found["registers"], dynamic + found["static_shared_bytes"]),
-            "slots": None if not counted(launcher, kernel) else round(launcher.issued(kernel) * 32 / elements(kernel), 2),
+            "slots": slots,
         })  # fmt: skip
     return rows
 

@@ -37,13 +37,13 @@ std::vector<MakeTrial> trials_of(const Case& one) {
   }
   const size_t word = one.itemsize;
   for (const Way& way : {Way{0, 0}, Way{word, 0}, Way{5 * word, 0}, Way{0, 1}, Way{word, 2}, Way{0, 0, true}, Way{word, 1, true}}) {
-    add([=, &one](Stream stream) { return encode_whole(one, way, stream); });
-    add([=, &one](Stream stream) { return decode_whole(one, way, stream); });
+    add([=, &one](Stream stream) { return encode({&one}, way, stream); });
+    add([=, &one](Stream stream) { return decode({&one}, way, stream); });
   }
   for (const size_t words : {0, 1, 5}) add([=, &one](Stream stream) { return hash_words({&one}, words, stream); });
   const size_t size = one.frame().size();
   if (one.code == kDelta)
-    for (const uint32_t split : {0, 2}) add([=, &one](Stream stream) { return decode_whole(one, {0, split, false, true}, stream); });
+    for (const uint32_t split : {0, 2}) add([=, &one](Stream stream) { return decode({&one}, {0, split, false, true}, stream); });
   if (size > zipccl::kHeaderBytes) {
     add([=, &one](Stream stream) { return encode_short(one, zipccl::kHeaderBytes, {0, 0}, stream); });
     add([=, &one](Stream stream) { return encode_short(one, size - 16, {0, 1}, stream); });
@@ -164,8 +164,8 @@ int main(int count, char** words) {
     Cases group = each.second, small;
     if (group.size() > zipccl::kMaxJobs) group.resize(zipccl::kMaxJobs);
     for (const uint32_t split : {0, 2}) {
-      many.push_back([=](Stream stream) { return encode_together(group, split, stream); });
-      many.push_back([=](Stream stream) { return decode_together(group, split, stream); });
+      many.push_back([=](Stream stream) { return encode(group, {0, split}, stream); });
+      many.push_back([=](Stream stream) { return decode(group, {0, split}, stream); });
     }
     many.push_back([=](Stream stream) { return hash_words(group, 1, stream); });
     for (const Case* one : group)

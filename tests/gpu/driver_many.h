@@ -1,10 +1,8 @@
-// The trials of the driver on several tensors: sums, hashes, launches of many jobs, and gathers over ranks.
+// The trials of the driver on several tensors: sums, hashes, and gathers over ranks.
 #pragma once
 #include "driver_trials.h"
 
 namespace {
-
-using Cases = std::vector<const Case*>;
 
 size_t pad16(size_t bytes) { return (bytes + 15) / 16 * 16; }
 void put(Bytes& to, size_t at, const Bytes& from) { std::copy(from.begin(), from.end(), to.begin() + ptrdiff_t(at)); }
@@ -95,7 +93,7 @@ std::vector<Adding> additions(const Case& one) {
   return made;
 }
 
-// -------------------------------------------------------------------------------------------------------------- hashes and many jobs
+// -------------------------------------------------------------------------------------------------------------------------------- hashes
 
 Trial hash_words(const Cases& cases, size_t shift, Stream stream) {
   auto held = std::make_shared<std::vector<Held>>();
@@ -125,42 +123,6 @@ Trial hash_words(const Cases& cases, size_t shift, Stream stream) {
     return wrong;
   };
   return {"hash of " + std::to_string(cases.size()) + " at word " + std::to_string(shift), launch, verify};
-}
-
-// Every third frame is raw.
-Trial encode_together(const Cases& cases, uint32_t split, Stream stream) {
-  auto run = std::make_shared<Encoding>();
-  auto slots = std::make_shared<std::vector<Held>>();
-  auto frames = std::make_shared<std::vector<Bytes>>();
-  for (const Case* one : cases) {
-    const bool raw = frames->size() % 3 == 2;
-    frames->push_back(raw ? raw_frame(*one, one->words()) : one->frame());
-    slots->push_back(buffer(frames->back().size(), 0, stream));
-    run->add(*one, buffer(one->words(), 0, stream), base_of(*one, 0, stream), slots->back(), raw);
-  }
-  const auto verify = [=] {
-    std::string wrong;
-    for (size_t i = 0; i < cases.size(); ++i) wrong = either(wrong, (*slots)[i]->differs((*frames)[i]));
-    return wrong;
-  };
-  const std::string name = "encode " + std::to_string(cases.size()) + " tensors" + of_split(split);
-  return {name, [=] { run->launch(*cases[0], split, stream); }, verify};
-}
-
-Trial decode_together(const Cases& cases, uint32_t split, Stream stream) {
-  auto run = std::make_shared<Decoding>();
-  auto outs = std::make_shared<std::vector<Held>>();
-  for (const Case* one : cases) {
-    outs->push_back(buffer(one->words().size(), 0, stream));
-    run->add(*one, buffer(outs->size() % 3 ? one->frame() : raw_frame(*one, one->words()), 0, stream), base_of(*one, 0, stream), outs->back());
-  }
-  const auto verify = [=] {
-    std::string wrong = run->refused();
-    for (size_t i = 0; i < cases.size(); ++i) wrong = either(wrong, (*outs)[i]->differs(cases[i]->words()));
-    return wrong;
-  };
-  const std::string name = "decode " + std::to_string(cases.size()) + " frames" + of_split(split);
-  return {name, [=] { run->launch(*cases[0], split, stream); }, verify};
 }
 
 // ------------------------------------------------------------------------------------------------------------------------------- gathers

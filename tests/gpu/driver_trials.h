@@ -1,4 +1,4 @@
-// The trials of the driver on one frame: cases from the file, and runs of kernels on them.
+// The trials of the driver on frames: cases from the file, and runs of kernels on them.
 #pragma once
 #include "driver_device.h"
 
@@ -182,16 +182,27 @@ struct Way {
   Bytes frame(const Case& one) const { return raw ? raw_frame(one, one.words()) : one.frame(); }
 };
 
-// Encodes into a slot of exactly the frame's size.
-Trial encode_whole(const Case& one, const Way& way, Stream stream) {
+using Cases = std::vector<const Case*>;
+
+std::string of_many(const Cases& cases) { return cases.size() > 1 ? " " + std::to_string(cases.size()) + " tensors" : ""; }
+
+// Encodes each tensor into a slot of exactly the frame's size. Of many every third frame is raw.
+Trial encode(const Cases& cases, const Way& way, Stream stream) {
   auto run = std::make_shared<Encoding>();
-  const Bytes frame = way.frame(one);
-  const Held slot = buffer(frame.size(), 0, stream);
-  run->add(one, buffer(one.words(), way.shift, stream), base_of(one, way.shift, stream), slot, way.raw);
+  auto slots = std::make_shared<std::vector<Held>>();
+  auto frames = std::make_shared<std::vector<Bytes>>();
+  for (const Case* one : cases) {
+    const Way own = {way.shift, way.split, way.raw || frames->size() % 3 == 2};
+    frames->push_back(own.frame(*one));
+    slots->push_back(buffer(frames->back().size(), 0, stream));
+    run->add(*one, buffer(one->words(), way.shift, stream), base_of(*one, way.shift, stream), slots->back(), own.raw);
+  }
   const auto verify = [=] {
-    return run->overflows->value<uint32_t>() ? std::string("the frame did not fit") : slot->differs(frame);
+    std::string wrong = run->overflows->value<uint32_t>() ? "a frame did not fit" : "";
+    for (size_t i = 0; i < cases.size(); ++i) wrong = either(wrong, (*slots)[i]->differs((*frames)[i]));
+    return wrong;
   };
-  return {"encode" + way.name(), [=, &one] { run->launch(one, way.split, stream); }, verify};
+  return {"encode" + of_many(cases) + way.name(), [=] { run->launch(*cases[0], way.split, stream); }, verify};
 }
 
 // Encodes into a slot that is too small: the header says so, and how many bytes the frame needs.
@@ -212,13 +223,21 @@ Trial encode_short(const Case& one, size_t room, const Way& way, Stream stream) 
   return {"encode into " + std::to_string(room) + " bytes" + way.name(), [=, &one] { run->launch(one, way.split, stream); }, verify};
 }
 
-Trial decode_whole(const Case& one, const Way& way, Stream stream) {
+Trial decode(const Cases& cases, const Way& way, Stream stream) {
   auto run = std::make_shared<Decoding>();
-  const Held base = base_of(one, way.shift, stream);
-  const Held words = way.in_place ? base : buffer(one.words().size(), way.shift, stream);
-  run->add(one, buffer(way.frame(one), 0, stream), base, words);
-  const auto verify = [=, &one] { return either(run->refused(), words->differs(one.words())); };
-  return {"decode" + way.name(), [=, &one] { run->launch(one, way.split, stream); }, verify};
+  auto outs = std::make_shared<std::vector<Held>>();
+  for (const Case* one : cases) {
+    const Way own = {way.shift, way.split, way.raw || outs->size() % 3 == 2};
+    const Held base = base_of(*one, way.shift, stream);
+    outs->push_back(way.in_place ? base : buffer(one->words().size(), way.shift, stream));
+    run->add(*one, buffer(own.frame(*one), 0, stream), base, outs->back());
+  }
+  const auto verify = [=] {
+    std::string wrong = run->refused();
+    for (size_t i = 0; i < cases.size(); ++i) wrong = either(wrong, (*outs)[i]->differs(cases[i]->words()));
+    return wrong;
+  };
+  return {"decode" + of_many(cases) + way.name(), [=] { run->launch(*cases[0], way.split, stream); }, verify};
 }
 
 // Decodes `frame`, which is damaged: the words may be anything, nothing else may be written, and a frame `cut` short must be refused.

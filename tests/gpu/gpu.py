@@ -102,10 +102,15 @@ def tests_of_a_route(results: Results) -> str:
     return machine_is_right(results) or lacks(results, "pytest") or some_route(results)
 
 
+def built(results: Results, name: str) -> bool:
+    """Whether the step "build" has built something."""
+    return "build" in results and results["build"].figures.get("builds", {}).get(name, {}).get("status") == 0
+
+
 def driver_built(results: Results) -> str:
     """The driver is not compiled again: its steps have no time for that."""
-    built = "build" in results and results["build"].figures.get("builds", {}).get("driver", {}).get("status") == 0
-    return machine_is_right(results) or lacks(results, "driver") or ("" if built else "the driver was not built")
+    fails = "" if built(results, "driver") else "the driver was not built"
+    return machine_is_right(results) or lacks(results, "driver") or fails
 
 
 def sanitizers_are_here(results: Results) -> str:
@@ -127,12 +132,8 @@ def probed(results: Results) -> str:
 
 def deepspeed_works(results: Results) -> str:
     """DeepSpeed need not be on a machine with a GPU; its wheels can be carried there."""
-    built = "build" in results and results["build"].figures.get("builds", {}).get("deepspeed", {}).get("status") == 0
-    return (
-        probed(results)
-        or lacks(results, "deepspeed")
-        or ("" if built else f"{MISSING}DeepSpeed, whose import fails in the step build")
-    )
+    fails = "" if built(results, "deepspeed") else f"{MISSING}DeepSpeed, whose import fails in the step build"
+    return probed(results) or lacks(results, "deepspeed") or fails
 
 
 def quicker(usual: Sequence[str], few: Sequence[str]) -> Callable[[Results], tuple[str, ...]]:
@@ -171,7 +172,7 @@ def steps(out: Path, dry: bool = False, first: bool = False) -> list[Step]:
     bench += (*map(str, FIRST_MIB if first else MIB), "--floors", "--peers")
     shared = (python, str(HERE / "as_probed.py"), *program[1:], "bench")
     comm_json, train_json = out / "comm_nccl.json", out / "train_nccl.json"
-    comm = (*shared, "comm", "--backend", "nccl", "--ranks", "2", "4")
+    comm = (*shared, "comm", "--backend", "nccl", "--ranks", "2", *([] if dry else ["4"]))
     comm += ("--json", str(comm_json))
     few_calls = ("--repeats", "1", "--iterations", "2", "--numel", "4K" if dry else "1M")
     calls = few_calls if dry else ("--repeats", "3", "--iterations", "5", "--numel", "1M", "4M")
@@ -186,10 +187,10 @@ def steps(out: Path, dry: bool = False, first: bool = False) -> list[Step]:
         Step("driver", (*driver, "run"), 15, driver_built),
         _pytest("tests", ("-k", selected), tests_of_a_route, 50, 40, *CUDA_TESTS),
         _pytest("nccl_probe", ("-k", "probe"), tests_of_a_route, 40, 75, of_nccl),
-        Step("bench", (*bench, "--json", str(results)), 40, some_route, _Written(results, *OF_CODEC), usable_routes),
+        Step("bench", (*bench, "--json", str(results)), 40, some_route, _written(results, *OF_CODEC), usable_routes),
         _pytest("nccl", ("-k", "share"), probed, 65, 600, of_nccl),
-        Step("train", train, 90, deepspeed_works, _Written(train_json, *OF_TRAINING), turns),
-        Step("comm", comm, 45, probed, _Written(comm_json, *OF_COMM), quicker(calls, few_calls)),
+        Step("train", train, 90, deepspeed_works, _written(train_json, *OF_TRAINING), turns),
+        Step("comm", comm, 45, probed, _written(comm_json, *OF_COMM), quicker(calls, few_calls)),
         _pytest("nccl_one", ("-k", "one_rank"), tests_of_a_route, 15, 40, of_nccl),
         _pytest("stress", (), tests_of_a_route, 35, 55, "gpu/test_stress.py"),
         Step("sanitizers", (*driver, "sanitize"), 40, sanitizers_are_here),
@@ -203,17 +204,15 @@ OF_COMM = ("rows", "nccl", "environment")
 OF_TRAINING = ("rows", "verdicts", "nccl", "environment")
 
 
-class _Written:
-    """Figures from the file that a benchmark writes; none from an older file."""
+def _written(path: Path, *keys: str) -> Callable[[], dict[str, Any]]:
+    """Returns the figures from the file that a benchmark will write; none from an older file."""
+    since = time.time() - 1
 
-    def __init__(self, path: Path, *keys: str) -> None:
-        self._path, self._keys, self._since = path, keys, time.time()
+    def read() -> dict[str, Any]:
+        content = figures.read(path) if path.exists() and path.stat().st_mtime >= since else {}
+        return {key: content[key] for key in keys if key in content}
 
-    def __call__(self) -> dict[str, Any]:
-        if not self._path.exists() or self._path.stat().st_mtime < self._since - 1:
-            return {}
-        content = figures.read(self._path)
-        return {key: content[key] for key in self._keys if key in content}
+    return read
 
 
 def environment(scratch: Path, wheels: Path | None = None) -> dict[str, str]:
@@ -256,12 +255,10 @@ def verdict(results: Sequence[Result]) -> tuple[int, str]:
         return ", ".join(f"{one.step} ({one.reason.removeprefix(MISSING) or one.outcome})" for one in some)
 
     words = [f"status 1, wrong bits, a hang or an error: {named(wrong)}"] if wrong else []
-    words += (
-        [f"{'also ' if wrong else f'status {figures.SLOW}, no wrong bit was seen: '}slow or late: {named(late)}"]
-        if late
-        else []
-    )
-    words += [f"status 0: {sum(one.outcome == PASSED for one in results)} steps passed"] if not words else []
+    if late:
+        seen = "also" if wrong else f"status {figures.SLOW}, no wrong bit was seen:"
+        words.append(f"{seen} slow or late: {named(late)}")
+    words = words or [f"status 0: {sum(one.outcome == PASSED for one in results)} steps passed"]
     words += [f"not run for that: {named(waited)}"] if waited else []
     words += [f"not shown here, as parts are missing: {named(absent)}"] if absent else []
     return 1 if wrong else figures.SLOW if late else 0, "; ".join(words)
@@ -306,20 +303,13 @@ def digest(results: Sequence[Result]) -> list[str]:
 
 def main(words: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser("make gpu", description="Everything that needs a GPU.", allow_abbrev=False)
-    parser.add_argument(
-        "--out", type=Path, default=ROOT / "docs" / "results", help="folder of the results (docs/results)"
-    )
-    parser.add_argument("--first", action="store_true", help="the first part alone, in less than five minutes")
-    parser.add_argument(
-        "--only", nargs="+", metavar="STEP", help="these steps, and those that decide whether they can run"
-    )
-    parser.add_argument(
-        "--dry", action="store_true", help="run every step without a GPU, on emulated kernels and small tensors"
-    )
-    parser.add_argument(
-        "--wheels", type=Path, metavar="FOLDER", help="wheels of DeepSpeed, as `make gpu-wheels` makes them"
-    )
-    parser.add_argument("--list", action="store_true", help="print the steps and end")
+    add = parser.add_argument
+    add("--out", type=Path, default=ROOT / "docs" / "results", help="folder of the results (docs/results)")
+    add("--first", action="store_true", help="the first part alone, in less than five minutes")
+    add("--only", nargs="+", metavar="STEP", help="these steps, and those that decide whether they can run")
+    add("--dry", action="store_true", help="run every step without a GPU, on emulated kernels and small tensors")
+    add("--wheels", type=Path, metavar="FOLDER", help="wheels of DeepSpeed, as `make gpu-wheels` makes them")
+    add("--list", action="store_true", help="print the steps and end")
     args = parser.parse_args(words)
     out = args.out.resolve()
     planned, total = steps(out, args.dry, args.first), FIRST_SECONDS if args.first else TOTAL_SECONDS
@@ -327,11 +317,9 @@ def main(words: Sequence[str] | None = None) -> int:
         os.environ["ZIPCCL_DRY"] = "1"
         planned, total = [replace(step, seconds=4 * step.seconds) for step in planned], 4 * total
     if args.only:
-        unknown = set(args.only) - {step.name for step in planned}
-        if unknown:
-            parser.error(
-                f"no step {', '.join(sorted(unknown))}; the steps are {', '.join(step.name for step in planned)}"
-            )
+        names = [step.name for step in planned]
+        if unknown := sorted(set(args.only) - set(names)):
+            parser.error(f"no step {', '.join(unknown)}; the steps are {', '.join(names)}")
         on_nccl = {"nccl", "comm", "train"} & set(args.only)
         wanted = {*args.only, "machine", "build", *(["nccl_probe"] if on_nccl else [])}
         planned = [step for step in planned if step.name in wanted]
@@ -342,21 +330,17 @@ def main(words: Sequence[str] | None = None) -> int:
         return 0
     out.mkdir(parents=True, exist_ok=True)
     (out / "gpu.log").write_text("")
-    command = (
-        shlex.join([sys.executable, *sys.argv])
-        if args.only
-        else shlex.join(["make", "gpu", f"OUT={args.out}", *(["FIRST=1"] if args.first else [])])
-    )
+    made = ["make", "gpu", f"OUT={args.out}", *(["FIRST=1"] if args.first else [])]
+    command = shlex.join([sys.executable, *sys.argv] if args.only else made)
     with tempfile.TemporaryDirectory(prefix="ds_zipccl-scratch-") as scratch:
 
         def save(results: Sequence[Result]) -> None:
             figures.write(out / "gpu.json", summary(results, planned, command))
 
         save([])
+        variables = environment(Path(scratch), args.wheels and args.wheels.resolve())
         try:
-            results = Runner(
-                total, ROOT, out / "gpu.log", environment(Path(scratch), args.wheels and args.wheels.resolve()), save
-            ).run(planned)
+            results = Runner(total, ROOT, out / "gpu.log", variables, save).run(planned)
         finally:
             mps.stop(Path(scratch))
     status, words = verdict(results)

@@ -18,12 +18,14 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import corpus
 import figures
 import levels
+import moves
+import sums
 import torch
 import torch.distributed as dist
 import where
-from nccl_suites import SETTINGS, TINY_CALLS, move_suite, sum_suite
 
 from ds_zipccl import comm
 from ds_zipccl.config import ZipcclConfig
@@ -33,6 +35,11 @@ from ds_zipccl.telemetry import counters
 
 #: Seconds after which a collective is an error; the launcher's limit comes first where a rank has died.
 COLLECTIVE_SECONDS = 40
+SETTINGS: dict[str, Any] = {"nccl": "on", "nccl_min_bytes": 0, "reduction": "fp32"}
+#: Elements of the tensors of the suite, up to several blocks of a frame.
+SUITE_SIZES = (0, 7, 1025) if where.DRY else moves.SIZES
+#: Seconds that both suites may take in NCCL's kernels of two ranks, and these kernels for each size; all-reduces that the probe times.
+SUITE_SECONDS, SUITE_KERNELS, TINY_CALLS = 15.0, 100, 20
 CODED = ZipcclConfig(enabled=True, mode="always", min_bytes=0, **SETTINGS)
 #: Waits of the host in a call at most; one where the table has nothing. A sum for all ranks, or for several owners, is a sum and a gather.
 HOST_WAITS = {"all_reduce": 2, "all_reduce_coalesced": 2, "reduce_to_owners": 2}
@@ -299,6 +306,58 @@ def captures(it: Rank) -> None:
 
 def _ours(whole: torch.Tensor, values: torch.Tensor) -> None:
     comm.all_gather_into_tensor(whole, values, config=CODED)
+
+
+def suite_sizes(ranks: int) -> tuple[int, ...]:
+    """The sizes for which there is time: without MPS ranks take turns on the GPU, and a kernel that waits for a rank wastes its turn.
+
+    Every rank reads the same time of the smallest collective, which the probe told. The largest sizes are kept, two at least.
+    """
+    size_ms = (figures.told("tiny_ms") or 0.0) * SUITE_KERNELS * ranks / 2
+    fit = int(1e3 * SUITE_SECONDS / size_ms) if size_ms else len(SUITE_SIZES)
+    return SUITE_SIZES[-max(2, min(len(SUITE_SIZES), fit)) :]
+
+
+def move_suite(it: Rank) -> None:
+    """All ways to call the operations that move bits, in every dtype, with every kind of words."""
+    api = moves.coded(**SETTINGS)
+    calls = [move for ways in ("all_gather", "all_to_all") if OPS[ways].on_device for move in moves.MOVES[ways]]
+    counters.reset()
+    for seed, (move, size) in enumerate((move, size) for size in suite_sizes(it.ranks) for move in calls):
+        it.alive()
+        kind = list(corpus.SUMMED.values())[seed % 3]
+        inputs = [moves.filled(peer, size, kind, seed).to(it.device) for peer in range(it.ranks)]
+        for later in (False, True):
+            outputs, wanted = move(api, inputs, it.rank, later)
+            for got, want in zip(outputs, wanted, strict=True):
+                corpus.assert_same_bits(got.cpu(), want.cpu())
+    it.figures["moves"] = sum(row["calls"] for row in counters.rows())
+    assert it.figures["moves"] and not any(row["passed"] for row in counters.rows()), counters.rows()
+
+
+def sum_suite(it: Rank) -> None:
+    """All ways to call the operations that add, in every dtype, with NaNs, infinities and denormals."""
+    if not OPS["all_reduce"].on_device:
+        return
+    api = sums.coded(**SETTINGS)
+    calls = (*sums.SUMS["all_reduce"], *sums.SUMS["reduce_scatter"])
+    counters.reset()
+    sizes = [size for size in suite_sizes(it.ranks) if size >= it.ranks]
+    for seed, (add, size) in enumerate((add, size) for size in sizes for add in calls):
+        it.alive()
+        kind = list(corpus.SUMMED.values())[seed % 3]
+        average = seed % 5 == 0
+        for fill in (sums.bell, sums.wild):
+            contributions = [fill(peer, size, kind, seed) for peer in range(it.ranks)]
+            total = levels.in_one_level(contributions, average)
+            want = add(levels.Summed(), total, None, False)
+            with torch.device(it.device):
+                op = dist.ReduceOp.AVG if average else dist.ReduceOp.SUM
+                got = add(api, contributions[it.rank].to(it.device), op, bool(seed % 2))
+            end = size // 3 * 3 if add is sums.all_reduce_by_memory else size  # which leaves words alone
+            sums.assert_same_sums(got.cpu()[:end], want[:end], kind)
+    it.figures["sums"] = sum(row["calls"] for row in counters.rows())
+    assert it.figures["sums"] and not any(row["passed"] for row in counters.rows()), counters.rows()
 
 
 Check = Callable[[Rank], None]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -32,34 +33,18 @@ def _module(name: str) -> Callable[[], object]:
     return functools.partial(importlib.util.find_spec, name)
 
 
-def _nvcc() -> Any:
-    from ds_zipccl.kernels import build
-
-    return build.nvcc()
-
-
-def _cupy() -> Any:
-    from ds_zipccl.kernels.cuda import cupy_kernels
-
-    return cupy_kernels.cupy()
+def _call(module: str, name: str) -> Callable[[], object]:
+    """Call a function that raises where the part is missing; its module is imported then."""
+    return lambda: getattr(importlib.import_module(module), name)()
 
 
-def _compiler() -> Any:
-    from ds_zipccl.kernels import build
-
-    return build.compiler()
+_nvcc, _compiler = (_call("ds_zipccl.kernels.build", name) for name in ("nvcc", "compiler"))
 
 
 def _driver() -> Any:
     import driver
 
     return driver.carried("driver") if Part("", _nvcc, "").why() else _nvcc()
-
-
-def _sanitizer() -> Any:
-    import driver
-
-    return driver.sanitizer_path()
 
 
 #: Without these nothing runs, and nothing else can be looked for.
@@ -75,9 +60,9 @@ PARTS = (
     Part("C++ compiler", _compiler, "no C++ kernels: the reference is numba's, without rows and lossy codecs, and builds are slower"),
     Part("numba", _module("numba"), "no second reference on the CPU; none at all without a C++ compiler"),
     Part("nvcc", _nvcc, "no native route: kernels are compiled at run time; driver and spinning kernel come from the wheels folder"),
-    Part("CuPy", _cupy, "no route cupy: the first part of the run has no kernels"),
+    Part("CuPy", _call("ds_zipccl.kernels.cuda.cupy_kernels", "cupy"), "no route cupy: the first part of the run has no kernels"),
     Part("driver", _driver, "driver and sanitizers are not run: make gpu-wheels puts the program beside the wheels"),
-    Part("compute-sanitizer", _sanitizer, "sanitizers are not run"),
+    Part("compute-sanitizer", _call("driver", "sanitizer_path"), "sanitizers are not run"),
     Part("deepspeed", _module("deepspeed"), "train is not run: make gpu-wheels fetches the wheels"),
     Part(mps.CONTROL, mps.control, "ranks take turns on the GPU, so that nccl, comm and train have fewer sizes and may be late"),
     Part("nvidia-nvcomp", lambda: _module("nvidia")() and _module("nvidia.nvcomp")(), "no rows of nvCOMP beside ours"),

@@ -20,14 +20,15 @@ import numpy as np
 
 LANES, WARPS = 32, 8
 #: Bytes of the constant bank 0 before the parameters of a kernel (EIATTR_PARAM_CBANK of the cubins).
-PARAMETERS = {80: 0x160, 90: 0x210, 100: 0x380, 120: 0x380}
+PARAMETERS = {80: 0x160, 90: 0x210, 100: 0x380}
 #: Where the constant bank 0 holds the number of blocks; before the parameters.
-GRID = {80: 0xC, 90: 0xC, 100: 0x370, 120: 0x370}
+GRID = {80: 0xC, 90: 0xC, 100: 0x370}
 #: The upper half of an address that means shared memory; no address of a process has it.
 SHARED_WINDOW = 0x01000000
 SHARED_BYTES = 256 * 1024
 #: All memory of this process, from here on.
 FIRST = 4096
+NUMBERS = {1: np.uint8, 2: np.uint16, 4: np.uint32}
 
 Mask = Any  # np.ndarray of 32 bool, one for uniform instructions
 Step = Callable[["Warp", Mask], None]
@@ -54,6 +55,10 @@ class Code:
     name: str
     instructions: list[Instruction] = field(default_factory=list)
     labels: dict[str, int] = field(default_factory=dict)
+
+    def places(self) -> dict[int, int]:
+        """Address of an instruction -> its place."""
+        return {each.address: place for place, each in enumerate(self.instructions)}
 
 
 def _operands(text: str) -> list[str]:
@@ -104,7 +109,6 @@ class Warp:
         self.p = np.zeros((8, LANES), bool)
         self.up = np.zeros((8, 1), bool)
         self.p[7] = self.up[7] = True
-        self.local = np.zeros((LANES, 4096), np.uint8)
         #: Lanes that a convergence barrier waits for, by barrier and lane.
         self.barriers = np.zeros((16, LANES), np.uint64)
         everyone = np.ones(LANES, bool)
@@ -337,11 +341,83 @@ def put_predicate(text: str) -> Callable[[Warp, Any, Mask], None]:
     return lambda w, x, m: np.copyto(w.p[number], x, where=m)
 
 
+class Operands:
+    """Operands of an instruction, by place: values, pairs, predicates."""
+
+    def __init__(self, ins: Instruction, code: Code, launcher: SassLauncher) -> None:
+        self.ins, self.code, self.launcher = ins, code, launcher
+        self.texts = ins.operands
+        self.flags = ins.op.split(".")[1:]
+
+    def value(self, text: str, pair: int = 0) -> Get:
+        return value(text, self.ins, self.launcher, self.code.name, pair)
+
+    def get(self, i: int, pair: int = 0) -> Get:
+        return self.value(self.texts[i], pair)
+
+    def get64(self, i: int) -> Get:
+        first, second = self.get(i), self.get(i, 1)
+        return lambda w: u64(first(w)) | u64(second(w)) << np.uint64(32)
+
+    def put64(self, text: str) -> Callable[[Warp, Any, Mask], None]:
+        first, second = put(text), put(text, 1)
+
+        def write(w: Warp, x: Any, m: Mask) -> None:
+            first(w, low(x), m)
+            second(w, (x >> np.uint64(32)).astype(np.uint32), m)
+
+        return write
+
+    def predicates_from(self, i: int) -> int:
+        """The place after the predicates that begin at ``i``."""
+        while i < len(self.texts) and is_predicate(self.texts[i]):
+            i += 1
+        return i
+
+    def refuse(self, unknown: Any, why: str = "") -> None:
+        """Raise UnknownInstruction if this form of the instruction is ``unknown``."""
+        if unknown:
+            raise UnknownInstruction(f"{self.ins.text}: {why}" if why else self.ins.text)
+
+    @property
+    def here(self) -> int:
+        """The place of the instruction."""
+        return next(i for i, each in enumerate(self.code.instructions) if each is self.ins)
+
+    def width(self) -> int:
+        """Bytes of an access."""
+        for flag, count in (("128", 16), ("64", 8), ("U8", 1), ("S8", 1), ("U16", 2), ("S16", 2)):
+            if flag in self.flags:
+                return count
+        return 4
+
+    def places(self, unit: int) -> Callable[[Warp, Mask], tuple[Any, Any]]:
+        """The memory as numbers of ``unit`` bytes, and the places of the lanes in it; an address is a multiple of the access's width."""
+        stem = self.ins.op.split(".")[0]
+        text = next(text for text in self.texts if "[" in text and not text.startswith("c["))
+        if stem == "ATOMG" and "CAS" in self.flags:  # whose address the disassembler shows without its size
+            text = re.sub(r"\[R(\d+)(?!\.)\b", r"[R\1.64", text)
+        shared, generic = stem in ("LDS", "STS", "ATOMS"), stem in ("LD", "ST")
+        at, count = address(text, wide=not shared), self.width()
+
+        def find(w: Warp, m: Mask) -> tuple[Any, Any]:
+            where = np.broadcast_to(at(w), (LANES,))[m]
+            if (where % count).any():
+                raise RuntimeError(f"misaligned: {self.ins.text}: {where[where % count != 0][0]:#x}")
+            inside = where >> 32 == SHARED_WINDOW
+            if shared or (generic and inside.any()):
+                self.refuse(not shared and not inside.all(), "shared and other memory at once")
+                return w.block.shared.view(NUMBERS[unit]), (where & 0xFFFFFFFF) // unit
+            return self.launcher.views[unit], (where - FIRST) // unit
+
+        return find
+
+
 def translate(ins: Instruction, code: Code, launcher: SassLauncher) -> Step:
     """The function that executes an instruction."""
     from sass_ops import find  # the table of instructions
 
-    action = find(ins)(ins, code, launcher)
+    action = find(ins)(Operands(ins, code, launcher))
     if not ins.guard:
         return action
     guard = predicate(ins.guard[1:])
@@ -366,9 +442,8 @@ class SassLauncher:
         #: Kernel -> place of an instruction -> times issued.
         self.counts: dict[str, Counter[int]] = {}
         everything = (ctypes.c_uint8 * ((1 << 47) - 2 * FIRST)).from_address(FIRST)
-        self.memory = np.frombuffer(everything, np.uint8)
         #: The memory as numbers of 1, 2 and 4 bytes.
-        self.views = {size: self.memory.view(kind) for size, kind in ((1, np.uint8), (2, np.uint16), (4, np.uint32))}
+        self.views = {size: np.frombuffer(everything, np.uint8).view(kind) for size, kind in NUMBERS.items()}
 
     def launch(
         self, kernel: str, grid: tuple[int, int], shared_bytes: int, params: ctypes.Structure, stream: int

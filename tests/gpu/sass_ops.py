@@ -1,10 +1,8 @@
-"""The instructions of sass.py: name -> function that translates one. Here those of a lane.
-
-sass_lanes.py has what lanes do together, branches and memory.
-"""
+"""The instructions of sass.py: name -> function that translates one."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -12,27 +10,27 @@ import numpy as np
 from sass import (
     LANES,
     SHARED_WINDOW,
-    Code,
     Instruction,
     Mask,
-    SassLauncher,
+    Operands,
     Step,
     UnknownInstruction,
     Warp,
+    bits_of,
     is_predicate,
+    lanes_of,
     low,
     predicate,
     put,
     put_predicate,
+    read_constant,
     signed,
     u64,
-    value,
-)
+)  # fmt: skip
 
-Translate = Callable[[Instruction, Code, SassLauncher], Step]
+Translate = Callable[[Operands], Step]
 OPS: dict[str, Translate] = {}
 ONE = np.uint32(1)
-FULL = np.uint64(0xFFFFFFFF)
 
 
 def op(*names: str) -> Callable[[Translate], Translate]:
@@ -46,8 +44,6 @@ def op(*names: str) -> Callable[[Translate], Translate]:
 
 def find(ins: Instruction) -> Translate:
     """The translation of an instruction; a uniform one is that of its vector form, if it has none of its own."""
-    import sass_lanes  # noqa: F401 (it adds to the table)
-
     stem = ins.op.split(".")[0]
     if stem in OPS:
         return OPS[stem]
@@ -56,42 +52,10 @@ def find(ins: Instruction) -> Translate:
     raise UnknownInstruction(f"{ins.text}: the interpreter does not know {ins.op}; add it to tests/gpu/sass_ops.py")
 
 
-class Operands:
-    """Operands of an instruction, by place: values, pairs, predicates."""
-
-    def __init__(self, ins: Instruction, code: Code, launcher: SassLauncher) -> None:
-        self.ins, self.code, self.launcher = ins, code, launcher
-        self.texts = ins.operands
-        self.flags = ins.op.split(".")[1:]
-
-    def get(self, i: int, pair: int = 0) -> Callable[[Warp], Any]:
-        return value(self.texts[i], self.ins, self.launcher, self.code.name, pair)
-
-    def get64(self, i: int) -> Callable[[Warp], Any]:
-        first, second = self.get(i), self.get(i, 1)
-        return lambda w: u64(first(w)) | u64(second(w)) << np.uint64(32)
-
-    def put64(self, text: str) -> Callable[[Warp, Any, Mask], None]:
-        first, second = put(text), put(text, 1)
-
-        def write(w: Warp, x: Any, m: Mask) -> None:
-            first(w, low(x), m)
-            second(w, (x >> np.uint64(32)).astype(np.uint32), m)
-
-        return write
-
-    def predicates_from(self, i: int) -> int:
-        """The place after the predicates that begin at ``i``."""
-        while i < len(self.texts) and is_predicate(self.texts[i]):
-            i += 1
-        return i
-
-
 def plain(function: Callable[..., Any], count: int) -> Translate:
     """d = function(a, b, ...) of 32 bits."""
 
-    def build(ins: Instruction, code: Code, launcher: SassLauncher) -> Step:
-        o = Operands(ins, code, launcher)
+    def build(o: Operands) -> Step:
         gets, to = [o.get(1 + i) for i in range(count)], put(o.texts[0])
         return lambda w, m: to(w, function(*(get(w) for get in gets)), m)
 
@@ -119,28 +83,23 @@ OPS["F2I"] = plain(lambda a: np.clip(a.view(np.float32).astype(np.float64), 0, 2
 
 
 @op("HFMA2")
-def hfma2(ins: Instruction, code: Code, launcher: SassLauncher) -> Step:
+def hfma2(o: Operands) -> Step:
     """A constant on its way to a register: 0 * 0 + two numbers of 16 bits, the upper one first."""
-    texts = [text for text in ins.operands[1:] if not is_predicate(text)]
-    if (
-        len(texts) != 4
-        or [text.lstrip("-") for text in texts[:2]] != ["RZ", "RZ"]
-        or ins.op not in ("HFMA2", "HFMA2.MMA")
-    ):
-        raise UnknownInstruction(ins.text)
+    texts = [text for text in o.texts[1:] if not is_predicate(text)]
+    o.refuse(len(texts) != 4 or [text.lstrip("-") for text in texts[:2]] != ["RZ", "RZ"])
+    o.refuse(o.ins.op not in ("HFMA2", "HFMA2.MMA"))
     high, low_ = (int(np.array([float(text)], np.float16).view(np.uint16)[0]) for text in texts[2:])
-    to, x = put(ins.operands[0]), np.array([high << 16 | low_], np.uint32)
+    to, x = put(o.texts[0]), np.array([high << 16 | low_], np.uint32)
     return lambda w, m: to(w, x, m)
 
 
 @op("CS2R", "S2R", "S2UR")
-def special(ins: Instruction, code: Code, launcher: SassLauncher) -> Step:
-    name = ins.operands[1]
-    to = put(ins.operands[0])
-    if ins.op.startswith("CS2R"):
-        if name != "SRZ":
-            raise UnknownInstruction(ins.text)
-        both = (to,) if ".32" in ins.op else (to, put(ins.operands[0], 1))
+def special(o: Operands) -> Step:
+    name = o.texts[1]
+    to = put(o.texts[0])
+    if o.ins.op.startswith("CS2R"):
+        o.refuse(name != "SRZ")
+        both = (to,) if ".32" in o.ins.op else (to, put(o.texts[0], 1))
 
         def zero(w: Warp, m: Mask) -> None:
             for each in both:
@@ -157,15 +116,13 @@ def special(ins: Instruction, code: Code, launcher: SassLauncher) -> Step:
         "SR_CgaCtaId": lambda w: np.zeros(1, np.uint32),
         "SR_SWINHI": lambda w: np.array([SHARED_WINDOW], np.uint32),
     }
-    if name not in table:
-        raise UnknownInstruction(ins.text)
+    o.refuse(name not in table)
     read = table[name]
     return lambda w, m: to(w, read(w), m)
 
 
 @op("LOP3")
-def lop3(ins: Instruction, code: Code, launcher: SassLauncher) -> Step:
-    o = Operands(ins, code, launcher)
+def lop3(o: Operands) -> Step:
     outs = [put_predicate(o.texts[0])] if is_predicate(o.texts[0]) else []
     at = len(outs)
     to, gets, table = put(o.texts[at]), [o.get(at + 1 + i) for i in range(3)], int(o.texts[at + 4], 16)
@@ -185,8 +142,8 @@ def lop3(ins: Instruction, code: Code, launcher: SassLauncher) -> Step:
 
 
 @op("PLOP3")
-def plop3(ins: Instruction, code: Code, launcher: SassLauncher) -> Step:
-    texts = ins.operands
+def plop3(o: Operands) -> Step:
+    texts = o.texts
     outs, gets = [put_predicate(text) for text in texts[:2]], [predicate(text) for text in texts[2:5]]
     tables = [int(text, 16) for text in texts[5:7]]
 
@@ -200,8 +157,7 @@ def plop3(ins: Instruction, code: Code, launcher: SassLauncher) -> Step:
 
 
 @op("SHF")
-def shf(ins: Instruction, code: Code, launcher: SassLauncher) -> Step:
-    o = Operands(ins, code, launcher)
+def shf(o: Operands) -> Step:
     first, shift, second, to = o.get(1), o.get(2), o.get(3), put(o.texts[0])
     left, wide = o.flags[0] == "L", "U64" in o.flags or "S64" in o.flags
     high, wraps, arithmetic = "HI" in o.flags, "W" in o.flags, "S32" in o.flags or "S64" in o.flags
@@ -229,17 +185,14 @@ def shf(ins: Instruction, code: Code, launcher: SassLauncher) -> Step:
 
 
 @op("SEL", "FSEL")
-def sel(ins: Instruction, code: Code, launcher: SassLauncher) -> Step:
-    o = Operands(ins, code, launcher)
+def sel(o: Operands) -> Step:
     a, b, which, to = o.get(1), o.get(2), predicate(o.texts[3]), put(o.texts[0])
     return lambda w, m: to(w, np.where(which(w), a(w), b(w)), m)
 
 
 @op("PRMT")
-def prmt(ins: Instruction, code: Code, launcher: SassLauncher) -> Step:
-    o = Operands(ins, code, launcher)
-    if o.flags:
-        raise UnknownInstruction(ins.text)
+def prmt(o: Operands) -> Step:
+    o.refuse(o.flags)
     a, selector, b, to = o.get(1), o.get(2), o.get(3), put(o.texts[0])
 
     def step(w: Warp, m: Mask) -> None:
@@ -256,18 +209,16 @@ def prmt(ins: Instruction, code: Code, launcher: SassLauncher) -> Step:
 
 
 @op("P2R")
-def p2r(ins: Instruction, code: Code, launcher: SassLauncher) -> Step:
-    mask, to = int(ins.operands[3], 16), put(ins.operands[0])
-    if ins.operands[2] != "RZ" or ins.op != "P2R":
-        raise UnknownInstruction(ins.text)
+def p2r(o: Operands) -> Step:
+    mask, to = int(o.texts[3], 16), put(o.texts[0])
+    o.refuse(o.texts[2] != "RZ" or o.ins.op != "P2R")
     return lambda w, m: to(
         w, sum((w.p[i].astype(np.uint32) << np.uint32(i) for i in range(7) if mask >> i & 1), np.zeros(1, np.uint32)), m
     )
 
 
 @op("R2P")
-def r2p(ins: Instruction, code: Code, launcher: SassLauncher) -> Step:
-    o = Operands(ins, code, launcher)
+def r2p(o: Operands) -> Step:
     source, mask = o.get(1), int(o.texts[2], 16)
 
     def step(w: Warp, m: Mask) -> None:
@@ -280,10 +231,8 @@ def r2p(ins: Instruction, code: Code, launcher: SassLauncher) -> Step:
 
 
 @op("FLO")
-def flo(ins: Instruction, code: Code, launcher: SassLauncher) -> Step:
-    o = Operands(ins, code, launcher)
-    if "U32" not in o.flags:
-        raise UnknownInstruction(ins.text)
+def flo(o: Operands) -> Step:
+    o.refuse("U32" not in o.flags)
     source, to, distance = o.get(1), put(o.texts[0]), "SH" in o.flags
 
     def step(w: Warp, m: Mask) -> None:
@@ -299,13 +248,11 @@ def flo(ins: Instruction, code: Code, launcher: SassLauncher) -> Step:
 
 
 @op("IMAD")
-def imad(ins: Instruction, code: Code, launcher: SassLauncher) -> Step:
-    o = Operands(ins, code, launcher)
+def imad(o: Operands) -> Step:
     at = [i for i, text in enumerate(o.texts) if not is_predicate(text)]
     a, b = o.get(at[1]), o.get(at[2])
     if "WIDE" in o.flags or "HI" in o.flags:
-        if "U32" not in o.flags:
-            raise UnknownInstruction(ins.text)
+        o.refuse("U32" not in o.flags)
         c = o.get64(at[3])
         wide = o.put64(o.texts[0])
         high = put(o.texts[0])
@@ -314,18 +261,15 @@ def imad(ins: Instruction, code: Code, launcher: SassLauncher) -> Step:
         return lambda w, m: wide(w, u64(a(w)) * u64(b(w)) + c(w), m)
     third, to = o.get(at[3]), put(o.texts[0])
     if "X" in o.flags:
-        if o.texts[-1].startswith("!"):
-            raise UnknownInstruction(ins.text)
+        o.refuse(o.texts[-1].startswith("!"))
         carry = predicate(o.texts[-1])
-        if any(text.startswith("-") and not text.startswith("-0x") for text in (o.texts[at[2]], o.texts[at[3]])):
-            raise UnknownInstruction(ins.text)
+        o.refuse(any(text.startswith("-") and not text.startswith("-0x") for text in (o.texts[at[2]], o.texts[at[3]])))
         return lambda w, m: to(w, a(w) * b(w) + third(w) + carry(w).astype(np.uint32), m)
     return lambda w, m: to(w, a(w) * b(w) + third(w), m)
 
 
 @op("IADD3", "IADD")
-def iadd3(ins: Instruction, code: Code, launcher: SassLauncher) -> Step:
-    o = Operands(ins, code, launcher)
+def iadd3(o: Operands) -> Step:
     first = o.predicates_from(1)
     carries = [put_predicate(text) for text in o.texts[1:first]]
     terms = []
@@ -333,7 +277,7 @@ def iadd3(ins: Instruction, code: Code, launcher: SassLauncher) -> Step:
     while place < len(o.texts) and not is_predicate(o.texts[place]):
         text = o.texts[place]
         if text.startswith("-") and not text.startswith("-0x"):
-            inner = value(text[1:], ins, launcher, code.name)
+            inner = o.value(text[1:])
             terms.append(lambda w, inner=inner: np.uint64(1 << 32) - u64(inner(w)))  # as ~x + 1, with its carry
         else:
             inner = o.get(place)
@@ -354,8 +298,7 @@ def iadd3(ins: Instruction, code: Code, launcher: SassLauncher) -> Step:
 
 
 @op("LEA")
-def lea(ins: Instruction, code: Code, launcher: SassLauncher) -> Step:
-    o = Operands(ins, code, launcher)
+def lea(o: Operands) -> Step:
     at = o.predicates_from(1)
     carries = [put_predicate(text) for text in o.texts[1:at]]
     rest = [i for i in range(at, len(o.texts)) if not is_predicate(o.texts[i])]
@@ -364,8 +307,7 @@ def lea(ins: Instruction, code: Code, launcher: SassLauncher) -> Step:
     c = o.get(rest[2]) if high else None
     shift = np.uint64(int(o.texts[rest[-1]], 16))
     entering = predicate(o.texts[-1]) if "X" in o.flags else None
-    if "SX32" in o.flags or any(o.texts[i].startswith("-") for i in rest[:1]):
-        raise UnknownInstruction(ins.text)
+    o.refuse("SX32" in o.flags or any(o.texts[i].startswith("-") for i in rest[:1]))
     to = put(o.texts[0])
 
     def step(w: Warp, m: Mask) -> None:
@@ -384,8 +326,7 @@ def lea(ins: Instruction, code: Code, launcher: SassLauncher) -> Step:
 
 
 @op("ISETP")
-def isetp(ins: Instruction, code: Code, launcher: SassLauncher) -> Step:
-    o = Operands(ins, code, launcher)
+def isetp(o: Operands) -> Step:
     compare = o.flags[0]
     unsigned, extended = "U32" in o.flags, "EX" in o.flags
     joined = next(flag for flag in o.flags if flag in ("AND", "OR", "XOR"))
@@ -416,15 +357,13 @@ def isetp(ins: Instruction, code: Code, launcher: SassLauncher) -> Step:
 
 
 @op("VIMNMX", "IMNMX", "VIMNMX3", "VIADDMNMX")
-def extremes(ins: Instruction, code: Code, launcher: SassLauncher) -> Step:
-    o = Operands(ins, code, launcher)
+def extremes(o: Operands) -> Step:
     texts = [text for text in o.texts if not is_predicate(text)]
-    gets = [value(text, ins, launcher, code.name) for text in texts[1:]]
+    gets = [o.value(text) for text in texts[1:]]
     least, to = predicate(o.texts[-1]), put(texts[0])
     kinds = {("U32",): np.uint32, ("U16x2",): np.uint16, ("S16x2",): np.int16, (): np.int32}
-    if (kind := kinds.get(tuple(o.flags))) is None:
-        raise UnknownInstruction(ins.text)
-    adds = ins.op.lstrip("U").startswith("VIADDMNMX")
+    o.refuse((kind := kinds.get(tuple(o.flags))) is None)
+    adds = o.ins.op.lstrip("U").startswith("VIADDMNMX")
 
     def step(w: Warp, m: Mask) -> None:
         xs = [np.broadcast_to(get(w), (LANES,)) for get in gets]
@@ -440,10 +379,8 @@ def extremes(ins: Instruction, code: Code, launcher: SassLauncher) -> Step:
 
 
 @op("IDP")
-def idp(ins: Instruction, code: Code, launcher: SassLauncher) -> Step:
-    o = Operands(ins, code, launcher)
-    if o.flags != ["4A", "U8", "U8"]:
-        raise UnknownInstruction(ins.text)
+def idp(o: Operands) -> Step:
+    o.refuse(o.flags != ["4A", "U8", "U8"])
     a, b, c, to = o.get(1), o.get(2), o.get(3), put(o.texts[0])
     byte = np.uint32(255)
 
@@ -452,5 +389,287 @@ def idp(ins: Instruction, code: Code, launcher: SassLauncher) -> Step:
         for i in range(0, 32, 8):
             total = total + (x >> np.uint32(i) & byte) * (y >> np.uint32(i) & byte)
         to(w, total, m)
+
+    return step
+
+
+# ---- lanes of a warp -------------------------------------------------------------------------------------------------
+
+
+@op("SHFL")
+def shfl(o: Operands) -> Step:
+    good, to, source, count, clamp = put_predicate(o.texts[0]), put(o.texts[1]), o.get(2), o.get(3), o.get(4)
+    lanes = np.arange(LANES)
+    o.refuse("IDX" not in o.flags and "UP" not in o.flags)
+
+    def step(w: Warp, m: Mask) -> None:
+        x, n = np.broadcast_to(source(w), (LANES,)).copy(), np.broadcast_to(count(w), (LANES,)).astype(np.int64)
+        o.refuse((clamp(w) & np.uint32(0x1F00)).any())
+        place = n & 31 if "IDX" in o.flags else lanes - n
+        inside = place >= 0
+        place = np.where(inside, place, lanes)
+        if not m[place[m]].all():
+            raise RuntimeError(f"a shuffle reads a lane that is not there: {o.ins.text}")
+        to(w, x[place], m)
+        good(w, inside, m)
+
+    return step
+
+
+@op("VOTE", "VOTEU")
+def vote(o: Operands) -> Step:
+    texts, kind = o.texts, o.ins.op.split(".")[1]
+    source = predicate(texts[-1])
+    outs = [(is_predicate(text), put_predicate(text) if is_predicate(text) else put(text)) for text in texts[:-1]]
+
+    def step(w: Warp, m: Mask) -> None:
+        x = np.broadcast_to(source(w), (LANES,)) & (lanes := w.mask & m)
+        result = bool(x.any()) if kind == "ANY" else bool((x == lanes).all())
+        for is_one, out in outs:
+            out(w, np.array([result]) if is_one else np.array([bits_of(x)], np.uint32), m)
+
+    return step
+
+
+@op("REDUX", "CREDUX")
+def redux(o: Operands) -> Step:
+    to, source = put(o.texts[0]), o.get(1)
+    folds: dict[str, Any] = {"SUM": np.add, "MIN": np.minimum, "MAX": np.maximum, "OR": np.bitwise_or}
+    fold = folds.get(o.flags[0]) if o.flags else np.add
+    o.refuse(fold is None or ("S32" in o.flags and fold is not np.add))
+
+    def step(w: Warp, m: Mask) -> None:
+        x = np.broadcast_to(source(w), (LANES,))[m]
+        to(w, np.array([fold.reduce(x, dtype=np.uint32)], np.uint32), m)
+
+    return step
+
+
+# ---- branches --------------------------------------------------------------------------------------------------------
+
+
+@op("BRA", "CALL")
+def bra(o: Operands) -> Step:
+    to = o.code.labels[o.texts[-1].strip("`()")]
+    here, goes = o.here, "CONV" in o.ins.op
+    if "DIV" in o.ins.op or goes:  # asks whether lanes have diverged; they meet here in any case
+        uniform = o.get(0)
+
+        def meet(w: Warp, m: Mask) -> Any:
+            wanted = lanes_of(int(uniform(w)[0]))
+            if (wanted & w.live & ~w.mask).any():
+                return w.wait(wanted, here, to if goes else here + 1)
+            if goes:
+                w.place = to
+            return None
+
+        return meet
+    also = [predicate(text) for text in o.texts[:-1] if is_predicate(text)]
+
+    def step(w: Warp, m: Mask) -> Any:
+        taken = m.copy()
+        for each in also:
+            taken = taken & each(w)
+        if not taken.any():
+            return None
+        if (taken == w.mask).all():
+            w.place = to
+            return None
+        w.groups.append((taken, to))
+        w.mask = w.mask & ~taken
+        return None
+
+    return step
+
+
+@op("BRX")
+def brx(o: Operands) -> Step:
+    """Each lane goes to the sum of its register, a number and the next address."""
+    found = re.match(r"(R\d+) (-?0x[0-9a-f]+)", o.texts[0])
+    o.refuse(found is None)
+    source = o.value(found[1])
+    ahead = o.ins.address + 16 + int(found[2], 16)
+    places = o.code.places()
+
+    def step(w: Warp, m: Mask) -> Any:
+        o.refuse((m != w.mask).any(), "only part of a group branches")
+        targets = np.broadcast_to(source(w), (LANES,)).astype(np.int64) + ahead
+        for each in np.unique(targets[m]):
+            w.groups.append((m & (targets == each), places[int(each)]))
+        return True
+
+    return step
+
+
+@op("RET")
+def ret(o: Operands) -> Step:
+    source = o.value(o.texts[0].split()[0])
+    places = o.code.places()
+
+    def step(w: Warp, m: Mask) -> None:
+        if m.any():
+            w.place = places[int(source(w)[int(m.argmax())])]
+
+    return step
+
+
+@op("EXIT")
+def leave(o: Operands) -> Step:
+    def step(w: Warp, m: Mask) -> Any:
+        if not m.any():
+            return None
+        w.live &= ~m
+        w.mask = w.mask & ~m
+        w.recheck()
+        return None if w.mask.any() else True
+
+    return step
+
+
+@op("BSSY")
+def bssy(o: Operands) -> Step:
+    number = int(o.texts[0][1:])
+
+    def step(w: Warp, m: Mask) -> None:
+        w.barriers[number][m] = bits_of(m)
+
+    return step
+
+
+@op("BSYNC")
+def bsync(o: Operands) -> Step:
+    number = int(o.texts[0][1:])
+    here = o.here
+
+    def step(w: Warp, m: Mask) -> Any:
+        if not m.any():
+            return None
+        o.refuse((m != w.mask).any(), "only part of a group waits")
+        wanted = lanes_of(w.barriers[number][int(m.argmax())])
+        if not (wanted & w.live & ~m).any():
+            return None
+        return w.wait(wanted, here, here + 1)
+
+    return step
+
+
+@op("BREAK")
+def break_(o: Operands) -> Step:
+    number = int(o.texts[-1][1:])
+
+    def step(w: Warp, m: Mask) -> None:
+        if m.any():
+            w.barriers[number] &= ~np.uint64(bits_of(m))
+            w.recheck()
+
+    return step
+
+
+@op("WARPSYNC")
+def warpsync(o: Operands) -> Step:
+    here = o.here
+    o.refuse("COLLECTIVE" in o.ins.op or "EXCLUSIVE" in o.ins.op, "lanes have diverged before an operation of the warp")
+
+    def step(w: Warp, m: Mask) -> Any:
+        if not (w.live & ~m).any():
+            return None
+        return w.wait(np.ones(LANES, bool), here, here + 1)
+
+    return step
+
+
+@op("BAR")
+def bar(o: Operands) -> Step:
+    def step(w: Warp, m: Mask) -> Any:
+        if (w.live & ~m).any():
+            raise RuntimeError("part of a warp waits for the block")
+        return True
+
+    return step
+
+
+@op("NOP", "YIELD", "MEMBAR", "ERRBAR", "CGAERRBAR", "CCTL", "NANOSLEEP", "DEPBAR", "FENCE")
+def nothing(o: Operands) -> Step:
+    return lambda w, m: None
+
+
+# ---- memory ----------------------------------------------------------------------------------------------------------
+
+
+@op("LDG", "LD", "LDS")
+def load_(o: Operands) -> Step:
+    count = o.width()
+    find, outs = o.places(min(count, 4)), [put(o.texts[0], i) for i in range(max(1, count // 4))]
+    o.refuse(any(flag in o.flags for flag in ("S8", "S16")))
+
+    def step(w: Warp, m: Mask) -> None:
+        view, places = find(w, m)
+        for i, out in enumerate(outs):
+            result = np.zeros(LANES, np.uint32)
+            result[m] = view[places + i]
+            out(w, result, m)
+
+    return step
+
+
+@op("STG", "ST", "STS")
+def store(o: Operands) -> Step:
+    count = o.width()
+    find, sources = o.places(min(count, 4)), [o.get(len(o.texts) - 1, i) for i in range(max(1, count // 4))]
+
+    def step(w: Warp, m: Mask) -> None:
+        view, places = find(w, m)
+        for i, source in enumerate(sources):
+            view[places + i] = np.broadcast_to(source(w), (LANES,))[m].astype(view.dtype)
+
+    return step
+
+
+@op("ATOMS", "ATOMG", "ATOM", "RED", "REDG")
+def atomic(o: Operands) -> Step:
+    find, count = o.places(4), o.width()
+    last = len(o.texts) - 1
+    source = o.get64(last) if count == 8 else o.get(last)
+    texts = [
+        text for text in o.texts[: next(i for i, text in enumerate(o.texts) if "[" in text)] if not is_predicate(text)
+    ]
+    outs = [put(text, i) for text in texts for i in range(count // 4)]
+    #: The number in memory, the last operand, and the one before that, which only CAS has.
+    folds: dict[str, Callable[[int, int, int], int]] = {
+        "ADD": lambda a, b, _: a + b, "OR": lambda a, b, _: a | b, "MIN": lambda a, b, _: min(a, b),
+        "CAS": lambda a, b, wanted: b if a == wanted else a,
+    }  # fmt: skip
+    kind = next(flag for flag in o.flags if flag in folds)
+    o.refuse(kind == "CAS" and count == 8)
+    fold, compared = folds[kind], o.get(last - 1) if kind == "CAS" else source
+
+    def step(w: Warp, m: Mask) -> None:
+        view, places = find(w, m)
+        before = np.zeros((LANES, 2), np.uint32)
+        numbers = (np.broadcast_to(each(w), (LANES,))[m] for each in (source, compared))
+        for lane, place, x, wanted in zip(np.flatnonzero(m), places, *numbers):
+            old = int(view[place]) | (int(view[place + 1]) << 32 if count == 8 else 0)
+            new = fold(old, int(x), int(wanted)) & ((1 << 8 * count) - 1)
+            before[lane] = old & 0xFFFFFFFF, old >> 32
+            view[place] = new & 0xFFFFFFFF
+            if count == 8:
+                view[place + 1] = new >> 32
+        for i, out in enumerate(outs):
+            out(w, before[:, i], m)
+
+    return step
+
+
+@op("LDC", "LDCU")
+def load_constant(o: Operands) -> Step:
+    count = o.width()
+    o.refuse(count < 4)
+    to, text = o.texts
+    pairs = [(put(to, i), read_constant(text, o.launcher, o.code.name, 4 * i)) for i in range(count // 4)]
+
+    def step(w: Warp, m: Mask) -> None:
+        found = [source(w, m) for _, source in pairs]
+        for (to, _), x in zip(pairs, found):
+            to(w, x, m)
 
     return step

@@ -8,7 +8,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import build_all
@@ -23,9 +22,11 @@ from places import ROOT, TESTS
 from step_runner import FAILED, HUNG, MISSING, NO_TIME, NOT_RUN, PASSED, SLOW, Result, Runner, Step
 
 from ds_zipccl.__main__ import parse
+from ds_zipccl.benchmarks.codec import floors
 from ds_zipccl.integration import autoload
 
 sys.path.insert(0, str(ROOT / "docs"))
+import measured
 
 #: With a GPU in sight, which adds its routes to the parameters of tests.
 COLLECT = """
@@ -46,6 +47,13 @@ def command(step: Step) -> tuple[str, ...]:
 def environment(**more: str) -> dict[str, str]:
     """As the runner's, and quiet."""
     return gpu.environment(Path("/nowhere")) | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", **more}
+
+
+def ran(
+    command: Sequence[str], cwd: Path = ROOT, timeout: float = 300, **more: str
+) -> subprocess.CompletedProcess[str]:
+    """The end of a program in the environment of a step."""
+    return subprocess.run(command, cwd=cwd, env=environment(**more), capture_output=True, text=True, timeout=timeout)
 
 
 # ---- the list -------------------------------------------------------------------------------------------------------
@@ -73,39 +81,30 @@ def test_every_named_file_exists() -> None:
     assert (TESTS / "gpu" / "driver.cu").is_file() and (TESTS / "gpu" / "spin.cu").is_file()
 
 
-def collected(step: str) -> list[str]:
-    """The tests of a step on a machine with a GPU."""
-    python, option, module, *arguments = command(STEPS[step])
-    assert (python, option, module) == (sys.executable, "-m", "pytest")
-    words = [sys.executable, "-c", COLLECT, *arguments]
-    result = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=300, env=environment())
+def collected(*arguments: str) -> list[str]:
+    """The tests that pytest finds on a machine with a GPU."""
+    words = [sys.executable, "-c", COLLECT, "-q", "-p", "no:cacheprovider", *arguments]
+    result = ran(words)
     assert result.returncode == 0, result.stdout + result.stderr
     return [line for line in result.stdout.splitlines() if "::" in line]
 
 
-@pytest.mark.full(reason="collects the tests of a folder")
-def test_tests_of_the_codec_are_selected_in_each_file_and_no_emulated_ones() -> None:
-    selected = collected("tests")
-    assert {name.partition("::")[0] for name in selected} == {f"tests/{name}" for name in gpu.CUDA_TESTS}
+@pytest.mark.full(reason="collects the tests of two folders")
+def test_every_file_with_tests_on_a_gpu_is_named_and_no_emulated_test_is_selected() -> None:
+    """By the step's own command, for all tests of the folders of its files."""
+    python, option, module, *options = STEPS["tests"].command
+    assert (python, option, module) == (sys.executable, "-m", "pytest")
+    timeouts = [word for word in STEPS["tests"].words(GOOD) if word.startswith("--")]
+    selected = collected(*options, *timeouts, *(str(TESTS / name) for name in ("codec", "comm")))
+    found = {name.partition("::")[0].removeprefix("tests/") for name in selected}
+    assert found == set(gpu.CUDA_TESTS), "make gpu must name each file with tests on a GPU"
     assert not [name for name in selected if "emulated" in name or "cpu" in name]
     for route in no_skips.ROUTES:
         assert sum(f"cuda-{route}" in name for name in selected) > 300
 
 
-@pytest.mark.full(reason="collects the tests of two folders")
-def test_every_file_with_tests_on_a_gpu_is_named() -> None:
-    folders = [f"tests/{name}" for name in ("codec", "comm")]
-    command = [sys.executable, "-c", COLLECT, "-q", "-p", "no:cacheprovider", "-k", gpu.SELECTED, *folders]
-    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, env=environment())
-    found = {line.partition("::")[0].removeprefix("tests/") for line in result.stdout.splitlines() if "::" in line}
-    assert found == set(gpu.CUDA_TESTS), "make gpu must name each file with tests on a GPU"
-
-
 def test_the_steps_of_nccl_share_its_tests() -> None:
-    files = ("tests/gpu/test_nccl.py", "tests/gpu/test_stress.py")
-    command = [sys.executable, "-c", COLLECT, "-q", "-p", "no:cacheprovider", *files]
-    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, env=environment())
-    names = [line.rpartition("::")[2] for line in result.stdout.splitlines() if "::" in line]
+    names = [name.rpartition("::")[2] for name in collected("tests/gpu/test_nccl.py", "tests/gpu/test_stress.py")]
     words = [STEPS[step].command[STEPS[step].command.index("-k") + 1] for step in ("nccl_one", "nccl_probe", "nccl")]
     on_nccl = [name for name in names if "nccl" in name]
     assert [sum(word in name for word in words) for name in on_nccl] == [1] * 4, (words, on_nccl)
@@ -131,13 +130,10 @@ def test_the_commands_of_ds_zipccl_parse() -> None:
 
 def test_the_target_of_make(tmp_path: Path) -> None:
     command = ["make", "--no-print-directory", "-n", "gpu", "OUT=/tmp/somewhere", "PYTHON=some_python"]
-    said = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=30, check=True).stdout
-    assert said.strip().startswith("env -u DS_ACCELERATOR ")
-    assert said.strip().endswith('some_python tests/gpu/gpu.py --out "/tmp/somewhere" --wheels "out/wheels"')
-    said = subprocess.run(
-        [*command, "FIRST=1"], cwd=ROOT, capture_output=True, text=True, timeout=30, check=True
-    ).stdout
-    assert "tests/gpu/gpu.py --first --out" in said
+    said = ran(command).stdout.strip()
+    assert said.startswith("env -u DS_ACCELERATOR ")
+    assert said.endswith('some_python tests/gpu/gpu.py --out "/tmp/somewhere" --wheels "out/wheels"')
+    assert "tests/gpu/gpu.py --first --out" in ran([*command, "FIRST=1"]).stdout
     found = gpu.environment(tmp_path, tmp_path / "wheels")
     assert "DS_ACCELERATOR" not in found and found[wheels.WHEELS] == str(tmp_path / "wheels")
     assert found["PYTHONPATH"].endswith(f"{tmp_path}/{wheels.SITE}")
@@ -152,10 +148,12 @@ def python(text: str) -> tuple[str, ...]:
 
 def run(steps: Sequence[Step], folder: Path, total: float = 60) -> tuple[dict[str, Result], list[list[str]], str]:
     """Results by name, the outcomes that each save had, and the log."""
-    saved = []
-    runner = Runner(
-        total, folder, folder / "log", environment(), lambda results: saved.append([one.outcome for one in results])
-    )
+    saved: list[list[str]] = []
+
+    def save(results: Sequence[Result]) -> None:
+        saved.append([one.outcome for one in results])
+
+    runner = Runner(total, folder, folder / "log", environment(), save)
     results = {result.step: result for result in runner.run(steps)}
     return results, saved, (folder / "log").read_text()
 
@@ -167,12 +165,7 @@ def test_outcomes(tmp_path: Path) -> None:
         Step("good", python(put + "print('fine')"), 10),
         Step("bad", python(put + "print('why'); raise SystemExit(4)"), 10),
         Step("absent", ("/no/such/program",), 10),
-        Step(
-            "needy",
-            python("print('never')"),
-            10,
-            lambda results: "bad failed" if results["bad"].outcome != PASSED else "",
-        ),
+        Step("needy", python("print('never')"), 10, lambda results: "bad failed" if results["bad"].status else ""),
         Step("last", python("import sys; print(sys.argv[1])"), 10, words=lambda results: (results["good"].outcome,)),
     ]
     results, saved, log = run(steps, tmp_path)
@@ -268,26 +261,23 @@ def test_what_the_steps_need() -> None:
 
 
 def test_the_summary_says_that_a_run_was_cut_short() -> None:
+    """And tells a step that failed from one that lacks a part."""
     planned = list(STEPS.values())
     good = [Result(step.name, PASSED) for step in planned]
-    assert gpu.summary(good[:3], planned, "make gpu")["outcome"] == "running or cut short"
-    assert gpu.summary(good[:3], planned, "make gpu")["missing"] == list(STEPS)[3:]
-    assert gpu.summary(good, planned, "make gpu")["outcome"] == PASSED
-    without = [
-        replace(one, outcome=NOT_RUN, reason=f"{MISSING}deepspeed") if one.step == "train" else one for one in good
-    ]
-    assert gpu.summary(without, planned, "make gpu")["outcome"] == PASSED
-    assert gpu.summary(without, planned, "make gpu")["not_passed"] == {"train": NOT_RUN}
-    without = [replace(one, outcome=FAILED) if one.step == "train" else one for one in good]
-    assert gpu.summary(without, planned, "make gpu")["outcome"] == "failed"
+    ends = [(Result("sanitizers", NOT_RUN, reason=f"{MISSING}driver"), PASSED)]
     for outcome, said in ((FAILED, "failed"), (HUNG, "failed"), (NOT_RUN, "failed"), (SLOW, SLOW)):
-        content = gpu.summary([*good[:-1], Result("sanitizers", outcome)], planned, "make gpu")
-        assert content["outcome"] == said and content["not_passed"] == {"sanitizers": outcome}
+        ends.append((Result("sanitizers", outcome), said))
+    cases = [(good[:3], "running or cut short", {}), (good, PASSED, {})]
+    cases += [([*good[:-1], last], said, {"sanitizers": last.outcome}) for last, said in ends]
+    for results, said, not_passed in cases:
+        content = gpu.summary(results, planned, "make gpu")
+        assert (content["outcome"], content["not_passed"]) == (said, not_passed)
+        assert content["missing"] == list(STEPS)[len(results) :]
 
 
 def test_without_a_gpu_the_target_fails(tmp_path: Path) -> None:
     command = [sys.executable, str(TESTS / "gpu" / "gpu.py"), "--out", str(tmp_path)]
-    result = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=200)
+    result = ran(command)
     content = json.loads((tmp_path / "gpu.json").read_text())
     assert result.returncode == 1 and content["outcome"] == "failed"
     assert {row["outcome"] for row in content["rows"][1:]} == {NOT_RUN}
@@ -319,22 +309,23 @@ def test_deepspeed_joins_from_wheels(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.full(reason="every step runs, two minutes and a half of the processor")
-def test_a_dry_run_of_every_step_passes(tmp_path: Path) -> None:
-    """From any folder, and without PYTHONPATH."""
-    command = [sys.executable, str(TESTS / "gpu" / "gpu.py"), "--dry", "--out", "out"]
+def test_a_dry_run_of_every_step_passes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From any folder, and without PYTHONPATH; the documentation shows every figure of the benchmark."""
+    command = [sys.executable, str(TESTS / "gpu" / "gpu.py"), "--dry", "--out", "docs/results"]
+    out = tmp_path / "docs" / "results"
     variables = {name: value for name, value in environment().items() if name not in ("PYTHONPATH", figures.SCRATCH)}
     result = subprocess.run(command, env=variables, cwd=tmp_path, capture_output=True, text=True, timeout=580)
-    content = json.loads((tmp_path / "out" / "gpu.json").read_text())
+    content = json.loads((out / "gpu.json").read_text())
     assert result.returncode == 0, (content["not_passed"], result.stdout[-3000:])
     assert content["outcome"] == PASSED and [row["step"] for row in content["rows"]] == list(STEPS)
     written = {"cuda.json", "comm_nccl.json", "train_nccl.json"}
-    assert {path.name for path in (tmp_path / "out").iterdir()} == {"gpu.json", "gpu.log", *written}
+    assert {path.name for path in out.iterdir()} == {"gpu.json", "gpu.log", *written}
     told = {row["step"]: row["figures"] for row in content["rows"]}
     assert told["train"]["verdicts"] and not any(verdict["problems"] for verdict in told["train"]["verdicts"])
     assert all(verdict["ratio_coded"]["coded"] > 1.3 for verdict in told["train"]["verdicts"])
     for plain, coded in zip(told["train"]["rows"][::2], told["train"]["rows"][1::2], strict=True):
         assert plain["params_sha256"] == coded["params_sha256"] and coded["wire_bytes"] < coded["logical_bytes"]
-    assert {row["ranks"] for row in told["comm"]["rows"]} == {2, 4} and not any(
+    assert {row["ranks"] for row in told["comm"]["rows"]} == {2} and not any(
         row["wrong"] for row in told["comm"]["rows"]
     )
     assert told["nccl"]["ranks_4"]["coded"]["all_gather_into_tensor"]["host_waits"]
@@ -345,10 +336,23 @@ def test_a_dry_run_of_every_step_passes(tmp_path: Path) -> None:
         assert set(told[step][name]["seconds"]) == {check.__name__ for check in nccl_rank.PROGRAMS[checks]}
     *_, last, results, verdict = result.stdout.splitlines()
     assert (
-        last.startswith("sanitizers ")
-        and verdict.startswith("status 0")
-        and results == f"results: {tmp_path / 'out' / 'gpu.json'}"
+        last.startswith("sanitizers ") and verdict.startswith("status 0") and results == f"results: {out / 'gpu.json'}"
     )
+    of_codec = json.loads((out / "cuda.json").read_text())
+    assert len(of_codec["rows"]) == 2 * len(gpu.MIB) * 3 + 2 * 2 and not any(row["wrong"] for row in of_codec["rows"])
+    assert {(row["block"], row["offset"]) for row in of_codec["rows"]} == {(1024, 0), (1024, 2), (128, 0)}
+    calls = {"encode of 1", "decode of 1", "encode of 20", "decode of 20", floors.GATHER}
+    assert {route: set(times) for route, times in of_codec["python_us"].items()} == dict.fromkeys(
+        no_skips.ROUTES, calls
+    )
+    judged = [one["floor"] for one in of_codec["floors"]]
+    assert judged[:-1] == [one.name for one in floors.FLOORS] and len(judged) > 10
+    assert floors.GATHER in judged[-1] and "nvCOMP" in of_codec["left_out"]
+    monkeypatch.setattr(measured, "ROOT", tmp_path)
+    text = measured.cuda(tmp_path / "docs" / "page.md")
+    assert "| native | cascade | 256 | 1024 | 2 |" in text and "Not measured: nvCOMP" in text
+    (out / "cuda.json").unlink()
+    assert "Not measured yet" in measured.cuda(tmp_path / "docs" / "page.md")
 
 
 def test_the_end_of_the_output_says_what_failed() -> None:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -15,27 +15,28 @@ from ds_zipccl import kernels
 from ds_zipccl.kernels.cuda.backend import CudaBackend
 
 
-class Where(Protocol):
-    """Device, streams and graphs."""
+class OnCpu:
+    """The emulated kernels on small tensors; everything is done when a call returns, and the host makes no graphs."""
 
-    device: torch.device
-    backend: str
+    device, backend = torch.device("cpu"), "shim"
 
     def route(self, name: str) -> CudaBackend:
         """The route over the kernels of csrc/cuda."""
-        ...
+        import emulation
+
+        return emulation.load()
 
     def size(self, numel: int) -> int:
         """The number of elements to take where a GPU takes ``numel``."""
-        ...
+        return max(1, min(numel, 5000 + numel % 1000))
 
     def streams(self, count: int) -> Sequence[Any]:
         """New streams."""
-        ...
+        return range(count)
 
     def on(self, stream: Any) -> AbstractContextManager[Any]:
         """Work of the context goes to ``stream``."""
-        ...
+        return contextlib.nullcontext()
 
     def finish(self, seconds: float = 30.0) -> None:
         """Wait for the current stream, not for the device.
@@ -43,18 +44,19 @@ class Where(Protocol):
         Raises:
             AssertionError: its work did not end in time.
         """
-        ...
 
-    def captured(self, calls: Callable[[], object]) -> Callable[[], None]:
+    def captured(self, calls: Callable[[], object]) -> Callable[[], object]:
         """``calls`` as a graph: a function that replays it."""
-        ...
+        return calls
 
     def spinning(self) -> AbstractContextManager[int]:
-        """All multiprocessors but one are held meanwhile."""
-        ...
+        """All multiprocessors but one are held meanwhile; their number."""
+        return contextlib.nullcontext(0)
 
 
-class OnGpu:
+class OnGpu(OnCpu):
+    """The same on a GPU."""
+
     device, backend = torch.device("cuda"), "nccl"
 
     def route(self, name: str) -> CudaBackend:
@@ -79,7 +81,7 @@ class OnGpu:
             assert time.monotonic() < deadline, f"the work of a stream did not end in {seconds:.0f} s"
             time.sleep(0.001)
 
-    def captured(self, calls: Callable[[], object]) -> Callable[[], None]:
+    def captured(self, calls: Callable[[], object]) -> Callable[[], object]:
         graph = torch.cuda.CUDAGraph()
         # thread_local: the threads of NCCL may call the driver meanwhile.
         with torch.cuda.graph(graph, capture_error_mode="thread_local"):
@@ -92,44 +94,11 @@ class OnGpu:
         return spin.spinning()
 
 
-class OnCpu:
-    """The emulated kernels on small tensors; everything is done when a call returns, and the host makes no graphs."""
-
-    device, backend = torch.device("cpu"), "shim"
-
-    def route(self, name: str) -> CudaBackend:
-        import emulation
-
-        return emulation.load()
-
-    def size(self, numel: int) -> int:
-        return max(1, min(numel, 5000 + numel % 1000))
-
-    def streams(self, count: int) -> Sequence[Any]:
-        return range(count)
-
-    def on(self, stream: Any) -> AbstractContextManager[Any]:
-        return contextlib.nullcontext()
-
-    def finish(self, seconds: float = 30.0) -> None:
-        pass
-
-    def captured(self, calls: Callable[[], object]) -> Callable[[], None]:
-        def replay() -> None:
-            calls()
-
-        return replay
-
-    @contextlib.contextmanager
-    def spinning(self) -> Iterator[int]:
-        yield 0
-
-
 #: Whether the CPU stands for the GPU.
 DRY = bool(os.environ.get("ZIPCCL_DRY"))
 #: Factor of every limit of time: the CPU is slow, and other tests run beside a dry run.
 PATIENCE = 4 if DRY else 1
-HERE: Where = OnCpu() if DRY else OnGpu()
+HERE = OnCpu() if DRY else OnGpu()
 
 
 def missing() -> str:

@@ -10,7 +10,7 @@ import moves
 import pytest
 import torch
 import torch.distributed as dist
-from sim.device import mine
+from sim.device import machine, mine
 
 from ds_zipccl.telemetry import counters
 from on_sim import world
@@ -97,3 +97,29 @@ def reasons() -> dict[str, int]:
         for reason, calls in row["reasons"].items():
             found[reason] = found.get(reason, 0) + calls
     return found
+
+
+def bytes_sent(nodes: Sequence[Sequence[int]], between: bool = True) -> float:
+    """The bytes that this rank has sent between nodes so far, or to ranks of its own. Agreements on sizes do not count. Collectives of NCCL
+    count as rings, which enter each node once, and as this rank's part of them."""
+    where = {rank: number for number, ranks in enumerate(nodes) for rank in ranks}
+    me, total = dist.get_rank(), 0.0
+    for communicator in machine().communicators.values():
+        if me not in communicator.ranks:
+            continue
+        count = len(communicator.ranks)
+        links = len({where[rank] for rank in communicator.ranks})
+        for call in communicator.calls[me]:
+            nbytes, itemsize = sum(one.nbytes for one in call.inputs), call.inputs[0].element_size()
+            if call.kind == "all_to_all" and call.inputs[0].dtype != torch.int64:
+                peers = zip(communicator.ranks, call.sent, strict=True)
+                total += sum(sent * itemsize for peer, sent in peers if (where[peer] != where[me]) == between)
+            elif call.kind != "all_to_all" and between and links > 1:
+                ring = {
+                    "all_gather": count - 1,
+                    "reduce_scatter": (count - 1) / count,
+                    "all_reduce": 2 * (count - 1) / count,
+                    "reduce": 1,
+                }
+                total += ring[call.kind] * nbytes * (links - (call.kind == "reduce")) / count
+    return total

@@ -29,10 +29,10 @@ class Task:
     config: ZipcclConfig
     kind: corpus.Float
     numel: int
-    later: bool
-    average: bool
-    side: bool
-    draw: str
+    later: bool = False
+    average: bool = False
+    side: bool = False
+    draw: str = ""
 
     def __str__(self) -> str:
         how = f"{self.numel} {self.kind.dtype} elements, ranks {list(self.members)}, codec {self.config.codec}"
@@ -65,6 +65,9 @@ class Desk:
         if self.task.op in SUMS:
             return corpus.tensor(corpus.bell(numel, self.task.kind, seed), self.task.kind)
         return corpus.tensor(corpus.mixed(numel, self.task.kind, 256, seed), self.task.kind)
+
+    def everybodys(self, numel: int, salt: int = 0) -> list[torch.Tensor]:
+        return [self.values(member, numel, salt) for member in range(self.ranks)]
 
     def room(self, numel: int, dense: bool = False) -> torch.Tensor:
         """Undefined words on the device: mostly dense, else at an odd address or with gaps."""
@@ -99,7 +102,7 @@ class Desk:
 
 
 def gather(desk: Desk) -> None:
-    parts = [desk.values(member, desk.task.numel) for member in range(desk.ranks)]
+    parts = desk.everybodys(desk.task.numel)
     whole = desk.room(desk.task.numel * desk.ranks)
     own = desk.put(parts[desk.rank])
     desk.call("all_gather_into_tensor", whole, own)
@@ -107,7 +110,7 @@ def gather(desk: Desk) -> None:
 
 
 def gather_in_place(desk: Desk) -> None:
-    parts = [desk.values(member, desk.task.numel) for member in range(desk.ranks)]
+    parts = desk.everybodys(desk.task.numel)
     whole = desk.put(
         torch.cat([part if at == desk.rank else torch.zeros_like(part) for at, part in enumerate(parts)]), True
     )
@@ -116,7 +119,7 @@ def gather_in_place(desk: Desk) -> None:
 
 
 def gather_list(desk: Desk) -> None:
-    parts = [desk.values(member, desk.task.numel) for member in range(desk.ranks)]
+    parts = desk.everybodys(desk.task.numel)
     places = [desk.room(desk.task.numel) for _ in parts]
     desk.call("all_gather", places, desk.put(parts[desk.rank]))
     desk.outputs, desk.wanted = places, parts
@@ -126,7 +129,7 @@ def gather_several(desk: Desk) -> None:
     numels = [
         desk.shared.choice((desk.task.numel, desk.task.numel // 3, 1, 0)) for _ in range(desk.shared.randrange(1, 4))
     ]
-    parts = [[desk.values(member, numel, salt) for member in range(desk.ranks)] for salt, numel in enumerate(numels)]
+    parts = [desk.everybodys(numel, salt) for salt, numel in enumerate(numels)]
     wholes = [desk.room(numel * desk.ranks) for numel in numels]
     desk.call("all_gather_coalesced", wholes, [desk.put(some[desk.rank]) for some in parts])
     desk.outputs, desk.wanted = wholes, [torch.cat(some) for some in parts]
@@ -134,38 +137,38 @@ def gather_several(desk: Desk) -> None:
 
 def exchange(desk: Desk) -> None:
     """Equal pieces, in rows."""
-    rows = [desk.values(member, desk.task.numel * desk.ranks).view(desk.ranks, -1) for member in range(desk.ranks)]
+    rows = [row.view(desk.ranks, -1) for row in desk.everybodys(desk.task.numel * desk.ranks)]
     own = desk.put(rows[desk.rank].reshape(-1), dense=True).view(desk.ranks, -1)
     received = desk.room(own.numel(), dense=True).view(desk.ranks, -1)
     desk.call("all_to_all_single", received, own)
     desk.outputs, desk.wanted = [received], [torch.stack([row[desk.rank] for row in rows])]
 
 
+def pieces(desk: Desk, sizes: Sequence[int]) -> tuple[list[list[int]], list[list[torch.Tensor]]]:
+    """Numbers of elements of random ``sizes`` for each pair of ranks, and the pieces that each rank sends."""
+    matrix = [[desk.shared.choice(sizes) for _ in range(desk.ranks)] for _ in range(desk.ranks)]
+    return matrix, [list(desk.values(member, sum(row)).split(row)) for member, row in enumerate(matrix)]
+
+
 def uneven_exchange(desk: Desk) -> None:
     """Pieces of random sizes, some of them empty."""
-    sizes = [
-        [desk.shared.choice((0, 1, desk.task.numel // 2, desk.task.numel)) for _ in range(desk.ranks)]
-        for _ in range(desk.ranks)
-    ]
-    sent = [desk.values(member, sum(row)).split(row) for member, row in enumerate(sizes)]
-    wanted = torch.cat([pieces[desk.rank] for pieces in sent])
+    sizes, sent = pieces(desk, (0, 1, desk.task.numel // 2, desk.task.numel))
+    wanted = torch.cat([some[desk.rank] for some in sent])
     received, own = desk.room(wanted.numel(), dense=True), desk.put(torch.cat(sent[desk.rank]), dense=True)
     desk.call("all_to_all_single", received, own, [row[desk.rank] for row in sizes], sizes[desk.rank])
     desk.outputs, desk.wanted = [received], [wanted]
 
 
 def exchange_lists(desk: Desk) -> None:
-    sizes = [[desk.shared.choice((0, 3, desk.task.numel)) for _ in range(desk.ranks)] for _ in range(desk.ranks)]
-    sent = [desk.values(member, sum(row)).split(row) for member, row in enumerate(sizes)]
-    wanted = [pieces[desk.rank] for pieces in sent]
-    received = [desk.room(piece.numel()) for piece in wanted]
-    desk.call("all_to_all", received, [desk.put(piece) for piece in sent[desk.rank]])
-    desk.outputs, desk.wanted = received, wanted
+    _, sent = pieces(desk, (0, 3, desk.task.numel))
+    desk.wanted = [some[desk.rank] for some in sent]
+    desk.outputs = [desk.room(piece.numel()) for piece in desk.wanted]
+    desk.call("all_to_all", desk.outputs, [desk.put(piece) for piece in sent[desk.rank]])
 
 
 def broadcast(desk: Desk) -> None:
     root = desk.shared.randrange(desk.ranks)
-    values = [desk.values(member, desk.task.numel) for member in range(desk.ranks)]
+    values = desk.everybodys(desk.task.numel)
     place = desk.put(values[desk.rank], dense=True)
     desk.call("broadcast", place, desk.task.members[root])
     desk.outputs, desk.wanted = [place], [values[root]]
@@ -173,7 +176,7 @@ def broadcast(desk: Desk) -> None:
 
 def all_reduce(desk: Desk) -> None:
     numel = desk.task.numel * desk.ranks + desk.shared.randrange(desk.ranks)
-    values = [desk.values(member, numel) for member in range(desk.ranks)]
+    values = desk.everybodys(numel)
     place = desk.put(values[desk.rank], dense=True)
     desk.call("all_reduce", place, desk.task.reduce_op)
     desk.outputs, desk.wanted = [place], [desk.total(values)]
@@ -181,21 +184,21 @@ def all_reduce(desk: Desk) -> None:
 
 def all_reduce_several(desk: Desk) -> None:
     numels = (desk.task.numel, 2 * desk.task.numel + 1)
-    values = [[desk.values(member, numel, salt) for member in range(desk.ranks)] for salt, numel in enumerate(numels)]
+    values = [desk.everybodys(numel, salt) for salt, numel in enumerate(numels)]
     places = [desk.put(some[desk.rank], dense=True) for some in values]
     desk.call("all_reduce_coalesced", places, desk.task.reduce_op)
     desk.outputs, desk.wanted = places, [desk.total(some) for some in values]
 
 
 def scatter(desk: Desk) -> None:
-    values = [desk.values(member, desk.task.numel * desk.ranks) for member in range(desk.ranks)]
+    values = desk.everybodys(desk.task.numel * desk.ranks)
     place, own = desk.room(desk.task.numel), desk.put(values[desk.rank])
     desk.call("reduce_scatter_tensor", place, own, desk.task.reduce_op)
     desk.outputs, desk.wanted = [place], [desk.total(values)[desk.task.numel * desk.rank :][: desk.task.numel]]
 
 
 def scatter_in_place(desk: Desk) -> None:
-    values = [desk.values(member, desk.task.numel * desk.ranks) for member in range(desk.ranks)]
+    values = desk.everybodys(desk.task.numel * desk.ranks)
     whole = desk.put(values[desk.rank], dense=True)
     span = slice(desk.task.numel * desk.rank, desk.task.numel * (desk.rank + 1))
     desk.call("reduce_scatter_tensor", whole[span], whole, desk.task.reduce_op)
@@ -203,22 +206,16 @@ def scatter_in_place(desk: Desk) -> None:
 
 
 def scatter_list(desk: Desk) -> None:
-    values = [desk.values(member, desk.task.numel * desk.ranks) for member in range(desk.ranks)]
-    place = desk.room(desk.task.numel)
-    desk.call(
-        "reduce_scatter",
-        place,
-        [desk.put(part) for part in values[desk.rank].chunk(desk.ranks)]
-        if desk.task.numel
-        else [desk.room(0) for _ in range(desk.ranks)],
-        desk.task.reduce_op,
-    )
-    desk.outputs, desk.wanted = [place], [desk.total(values)[desk.task.numel * desk.rank :][: desk.task.numel]]
+    numel = desk.task.numel
+    values = desk.everybodys(numel * desk.ranks)
+    place, parts = desk.room(numel), values[desk.rank].split([numel] * desk.ranks)
+    desk.call("reduce_scatter", place, [desk.put(part) for part in parts], desk.task.reduce_op)
+    desk.outputs, desk.wanted = [place], [desk.total(values)[numel * desk.rank :][:numel]]
 
 
 def reduce(desk: Desk) -> None:
     root = desk.shared.randrange(desk.ranks)
-    values = [desk.values(member, desk.task.numel) for member in range(desk.ranks)]
+    values = desk.everybodys(desk.task.numel)
     place = desk.put(values[desk.rank], dense=True)
     desk.call("reduce", place, desk.task.members[root], desk.task.reduce_op)
     if desk.rank == root:
@@ -233,7 +230,7 @@ def owners(desk: Desk) -> None:
         (end - begin, desk.shared.sample(range(desk.ranks), desk.shared.choice((1, 1, 1, 0, 2))))
         for begin, end in zip([0, *ends], [*ends, numel], strict=True)
     ]
-    values = [desk.values(member, numel) for member in range(desk.ranks)]
+    values = desk.everybodys(numel)
     place = desk.put(values[desk.rank], dense=True)
     desk.call("reduce_to_owners", place, owned, desk.task.reduce_op)
     sizes = [size for size, _ in owned]

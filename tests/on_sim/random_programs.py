@@ -19,6 +19,7 @@ import corpus
 import levels
 import torch
 import torch.distributed as dist
+from sim.device import machine
 
 from ds_zipccl import devices
 from ds_zipccl.comm import topology
@@ -120,6 +121,7 @@ def program(
             settle()
     settle()
     torch.cuda.synchronize()
+    assert len(machine().communicators) == len(groups), "the package made groups of its own, for levels perhaps"
     ended += [(desk, coded, desk.outputs) for desk, coded in dropped]
     for desk, coded, outputs in ended:
         for got, want in zip(outputs, desk.wanted, strict=True):
@@ -170,7 +172,7 @@ class Failure(AssertionError):
     """The program of a seed failed; the message has the seed. The cause is the error."""
 
 
-def machine(seed: int, ranks: int | None = None) -> tuple[int, list[list[int]], world.Modes, int]:
+def drawn_machine(seed: int, ranks: int | None = None) -> tuple[int, list[list[int]], world.Modes, int]:
     """The ranks, their nodes, the machine's properties and the budget of a seed."""
     draw = random.Random(f"machine {seed}")
     drawn = draw.choices(list(RANKS), list(RANKS.values()))[0]
@@ -204,7 +206,7 @@ def run(
     Raises:
         Failure: a wrong result, a race, a program that is stuck, or any error.
     """
-    ranks, nodes, modes, budget = machine(seed, ranks)
+    ranks, nodes, modes, budget = drawn_machine(seed, ranks)
     strict = modes.strict_communicators or modes.busy
     options: dict[str, Any] = {"seed": seed, "modes": modes, "arena_bytes": ARENA_BYTES, "route": route}
     with limits(budget):

@@ -7,6 +7,7 @@ python tests/on_sim/soak.py --first 77 --ranks 4 1  # seed 77 on 4 ranks
 from __future__ import annotations
 
 import argparse
+import functools
 import multiprocessing
 import os
 import sys
@@ -14,6 +15,7 @@ import time
 import warnings
 from collections import Counter
 from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
 
 import torch
@@ -21,57 +23,46 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from ds_zipccl import kernels
+from ds_zipccl.kernels.cuda.backend import CudaBackend
 from on_sim import launcher, random_programs
 
 #: Seconds between two lines of progress.
 _PROGRESS_S = 10
 
 
-def work(part: int, parts: int, seeds: Sequence[int], ranks: Sequence[int], results: multiprocessing.Queue) -> None:
-    """Run every ``parts``-th program from number ``part`` on; put the counts of each, or the text of its failure, into the queue."""
+@functools.cache
+def route() -> CudaBackend:
+    """The kernels of this process."""
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore", category=FutureWarning)
     kernels.route()
-    route = launcher.route()
-    for seed, count in [(seed, count) for seed in seeds for count in ranks][part::parts]:
-        try:
-            results.put(random_programs.run(seed, route, count))
-        except random_programs.Failure as failure:
-            results.put(str(failure))
+    return launcher.route()
+
+
+def work(seed: int, ranks: int) -> Counter[str] | str:
+    """Run a program. Returns its calls by kind, or the text of its failure."""
+    try:
+        return random_programs.run(seed, route(), ranks)
+    except random_programs.Failure as failure:
+        return str(failure)
 
 
 def soak(seeds: Sequence[int], ranks: Sequence[int], processes: int) -> tuple[Counter[str], list[str]]:
     """Run the programs, and print the progress. Returns the calls by kind, and the texts of all failures."""
-    context = multiprocessing.get_context("spawn")
-    results: multiprocessing.Queue = context.Queue()
-    workers = [
-        context.Process(target=work, args=(part, processes, seeds, ranks, results), daemon=True)
-        for part in range(processes)
-    ]
-    for worker in workers:
-        worker.start()
     calls: Counter[str] = Counter()
     failures: list[str] = []
     begun = looked = time.monotonic()
-    total = len(seeds) * len(ranks)
-    for done in range(1, total + 1):
-        while True:
-            try:
-                found = results.get(timeout=_PROGRESS_S)
-                break
-            except multiprocessing.queues.Empty:
-                if not any(worker.is_alive() for worker in workers):
-                    raise RuntimeError(f"all processes ended after {done - 1} of {total} programs") from None
-        if isinstance(found, str):
-            failures.append(found)
-            print(f"soak-sim: FAILED: {found}", flush=True)
-        else:
-            calls += found
-        if time.monotonic() - looked > _PROGRESS_S:
-            looked = time.monotonic()
-            print(f"soak-sim: {done} of {total} programs, {looked - begun:.0f} s, {len(failures)} failed", flush=True)
-    for worker in workers:
-        worker.join()
+    with ProcessPoolExecutor(processes, multiprocessing.get_context("spawn")) as pool:
+        running = [pool.submit(work, seed, count) for seed in seeds for count in ranks]
+        for done, one in enumerate(as_completed(running), 1):
+            if isinstance(found := one.result(), str):
+                failures.append(found)
+                print(f"soak-sim: FAILED: {found}", flush=True)
+            else:
+                calls += found
+            if time.monotonic() - looked > _PROGRESS_S:
+                looked, said = time.monotonic(), f"{done} of {len(running)} programs"
+                print(f"soak-sim: {said}, {looked - begun:.0f} s, {len(failures)} failed", flush=True)
     return calls, failures
 
 

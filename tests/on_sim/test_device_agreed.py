@@ -27,18 +27,15 @@ from on_sim import world
 CONFIG = ZipcclConfig(enabled=True, mode="always", min_bytes=0, nccl="on", nccl_min_bytes=0)
 #: Elements of a rank's shard of each parameter: no element, raw ones, one frame, odd addresses.
 SIZES = (0, 3, 3001, 2048, 5003)
+#: Parameters that an optimizer trains; the others are frozen.
+TRAINED = (1, 2, 4)
 
 
 class Model:
     """Parameters of one rank, as ZeRO-3 has them, and a copy on the host of the shards of all ranks."""
 
     def __init__(
-        self,
-        rank: int,
-        ranks: int,
-        seed: int,
-        dtype: torch.dtype = torch.bfloat16,
-        gathered: torch.dtype | None = None,
+        self, rank: int, ranks: int, seed: int, dtype: torch.dtype = torch.bfloat16, gathered: torch.dtype | None = None
     ) -> None:
         self.rank, self.ranks, self.device = rank, ranks, torch.device("cuda", rank)
         self.dtype = gathered or dtype
@@ -86,6 +83,19 @@ class Model:
             found += [self.agreed[number].name] if bad else []
         return found
 
+    def stepped(self, number: int, peer: int, seed: int) -> torch.Tensor:
+        """The shard of a parameter after a step of an optimizer."""
+        return weights(peer, SIZES[number], 50 * seed + number, self.hosts[number][peer].dtype)
+
+    def step(self, seed: int) -> None:
+        """Train as an optimizer does, and agree again."""
+        comm.check_frames(self.device, config=CONFIG)
+        for number in TRAINED:
+            for peer in range(self.ranks):
+                self.write(number, peer, self.stepped(number, peer, seed))
+            self.agreed[number].forget()
+        assert self.agree() == len(TRAINED)
+
     def write(self, number: int, peer: int, words: torch.Tensor) -> None:
         """Change a shard in place. All ranks call, as each keeps a copy of all shards."""
         self.hosts[number][peer] = words
@@ -119,37 +129,50 @@ def same(one: torch.Tensor, other: torch.Tensor) -> bool:
     return torch.equal(one.contiguous().view(torch.uint8), other.contiguous().view(torch.uint8))
 
 
-def steps(
-    rank: int, ranks: int, seed: int, dtype: torch.dtype = torch.bfloat16, gathered: torch.dtype | None = None
-) -> None:
-    model = Model(rank, ranks, seed, dtype, gathered)
+def train(model: Model, seed: int, gathers: int) -> None:
+    """Steps with random gathers between them, several in flight."""
     order = random.Random(seed)
-    assert model.agree() == len(SIZES)
     for step in range(3):
         started = []
-        for _ in range(3):
+        for _ in range(gathers):
             numbers = sorted(order.sample(range(len(SIZES)), order.randint(1, len(SIZES))))
             started.append(model.gather(numbers, order.random() < 0.7))
         for finish in started:
             assert all(finish())
-        for number in range(1, 3):  # a step; the others are frozen
-            for peer in range(ranks):
-                model.write(number, peer, weights(peer, SIZES[number], 50 * step + number, dtype))
-            model.agreed[number].forget()
-        comm.check_frames(model.device, config=CONFIG)
-        assert model.agree() == 2
+        model.step(step)
 
 
-@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.full(reason="slower"))])
-def test_steps(route: CudaBackend, ranks: int) -> None:
-    for seed, modes in enumerate(world.ALL_MODES):
+def steps(rank: int, ranks: int, seed: int, dtype: torch.dtype, gathered: torch.dtype | None = None) -> None:
+    model = Model(rank, ranks, seed, dtype, gathered)
+    assert model.agree() == len(SIZES)
+    train(model, seed, 3)
+
+
+def in_pieces(patch: pytest.MonkeyPatch) -> None:
+    """Parameters of several frames, in several messages; the memory for conversions is small and used again."""
+    patch.setattr(wire, "device_piece_numel", lambda *call: 1024)
+    patch.setattr(wire, "DEVICE_FRAGMENT_BYTES", 9000)
+    patch.setattr(wire, "RAW_BELOW_BYTES", 512)
+    patch.setattr(agreements, "MAX_JOBS", 1)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "autocast", "pieces"),
+    [(2, False, False), (2, False, True), *(pytest.param(*one, marks=pytest.mark.full) for one in ((3, False, False), (2, True, True)))],
+)  # fmt: skip
+def test_steps(route: CudaBackend, monkeypatch: pytest.MonkeyPatch, ranks: int, autocast: bool, pieces: bool) -> None:
+    """``autocast``: shards of 32 bits that are gathered in 16."""
+    if pieces:
+        in_pieces(monkeypatch)
+    for seed, modes in list(enumerate(world.ALL_MODES))[:: 3 if pieces and not autocast else 1]:
         counters.reset()
-        dtype = (torch.bfloat16, torch.float32, torch.float16)[seed % 3]
-        world.run(steps, ranks, seed, dtype, seed=seed, modes=modes, route=route)
+        dtype = torch.float32 if autocast else (torch.bfloat16, torch.float32, torch.float16)[seed % 3]
+        gathered = torch.bfloat16 if autocast else None
+        world.run(steps, ranks, seed, dtype, gathered, seed=seed, modes=modes, route=route)
         rows = {row["op"]: row for row in counters.rows()}
         assert rows["all_gather_into_tensor"]["host_waits"] == 0
         assert rows["all_gather_into_tensor"]["calls"] == 9 * ranks
-        assert rows["agreement"]["host_waits"] == 7 * ranks
+        assert rows["agreement"]["host_waits"] == 7 * ranks and len(rows) == 2
 
 
 def late(rank: int, ranks: int, seed: int) -> None:
@@ -187,25 +210,6 @@ def unasked(rank: int, ranks: int) -> tuple[int, int]:
 def test_the_host_asks_the_device_nothing(route: CudaBackend) -> None:
     for seed, modes in enumerate(world.ALL_MODES):
         assert world.run(unasked, 3, seed=seed, modes=modes, route=route).values == [(0, 0)] * 3
-
-
-@pytest.mark.full
-def test_gathers_in_another_dtype(route: CudaBackend, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Shards of 32 bits that are gathered in 16, as with autocast; the memory for the conversion is small and used again."""
-    monkeypatch.setattr(agreements, "MAX_JOBS", 1)
-    for seed, modes in enumerate(world.ALL_MODES):
-        counters.reset()
-        world.run(steps, 2, seed, torch.float32, torch.bfloat16, seed=seed, modes=modes, route=route)
-        rows = {row["op"]: row["host_waits"] for row in counters.rows()}
-        assert rows == {"all_gather_into_tensor": 0, "agreement": 7 * 2}
-
-
-def test_fragments_and_pieces(route: CudaBackend, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Parameters of several frames, in several messages."""
-    monkeypatch.setattr(wire, "device_piece_numel", lambda *call: 1024)
-    monkeypatch.setattr(wire, "DEVICE_FRAGMENT_BYTES", 9000)
-    for seed in range(3):
-        world.run(steps, 2, seed, seed=seed, modes=world.ALL_MODES[2 * seed], route=route)
 
 
 # ---- changes outside of steps ------------------------------------------------------------------------------------------

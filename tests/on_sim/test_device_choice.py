@@ -133,15 +133,15 @@ TRIAL = (
 )  # fmt: skip
 
 
+def last_decides(ranks: int) -> Callable[[int, bool], float]:
+    """Seconds of a step: the last rank is slower with frames, and it decides; to the other ranks frames look faster."""
+    return lambda rank, coded: (1.3 if coded else 1.1) if rank == ranks - 1 else (0.5 if coded else 1.0)
+
+
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.full)])
 def test_all_ranks_switch_at_one_step(route: CudaBackend, monkeypatch: pytest.MonkeyPatch, ranks: int) -> None:
-    """The last rank is slower with frames, and it decides; to the other ranks frames look faster."""
     with_profile(monkeypatch, SLOW)
-
-    def seconds(rank: int, coded: bool) -> float:
-        return (1.3 if coded else 1.1) if rank == ranks - 1 else (0.5 if coded else 1.0)
-
-    monkeypatch.setattr(choice, "mark", FakeClock(seconds).mark)
+    monkeypatch.setattr(choice, "mark", FakeClock(last_decides(ranks)).mark)
     outcome = world.run(steps, ranks, TRIAL + 5, route=route)
     (schedules, found), *others = outcome.values
     assert found.reason is None and all(one == (schedules, found) for one in others)
@@ -149,9 +149,8 @@ def test_all_ranks_switch_at_one_step(route: CudaBackend, monkeypatch: pytest.Mo
     (row,) = [row for row in counters.rows() if row["calls"]]
     assert row["reasons"] == {PassReason.STEPS_ARE_FASTER.value: ranks * schedules.count(False)}
     ((what, (text, _)),) = row["choices"].items()
-    assert what == "moves by whole steps" and text.startswith(
-        f"plain from step {TRIAL + 1} on (plain 1100 ms, coded 1300 ms)"
-    )
+    said = f"plain from step {TRIAL + 1} on (plain 1100 ms, coded 1300 ms)"
+    assert what == "moves by whole steps" and text.startswith(said)
 
 
 @pytest.mark.full
@@ -176,11 +175,7 @@ def decides_alone(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_rank_that_goes_by_its_own_times_is_noticed(route: CudaBackend, monkeypatch: pytest.MonkeyPatch) -> None:
     with_profile(monkeypatch, SLOW)
     decides_alone(monkeypatch)
-
-    def seconds(rank: int, coded: bool) -> float:
-        return (1.3 if coded else 1.1) if rank else (0.5 if coded else 1.0)
-
-    monkeypatch.setattr(choice, "mark", FakeClock(seconds).mark)
+    monkeypatch.setattr(choice, "mark", FakeClock(last_decides(2)).mark)
     with pytest.raises(world.Fault, match=r"would hang|all_reduce|all_gather"):
         world.run(steps, 2, TRIAL + 5, route=route)
 
@@ -226,9 +221,9 @@ def test_static_rules(
     settings: dict[str, Any],
     reason: PassReason | None,
 ) -> None:
-    monkeypatch.setattr(calibration, "measure", lambda group, config, device: profile)
+    with_profile(monkeypatch, profile)
     outcome = world.run(static, 2, nodes, settings, route=route)
-    assert outcome.values == [reason is None] * 2
+    assert [coded for coded, _ in outcome.values] == [reason is None] * 2
     (row,) = [row for row in counters.rows() if row["calls"] or row["passed"]]
     assert row["reasons"] == ({} if reason is None else {reason.value: 2})
 
@@ -240,7 +235,7 @@ def test_one_hardware_queue(route: CudaBackend, monkeypatch: pytest.MonkeyPatch,
     told = choice.tell
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     monkeypatch.setattr(choice, "tell", lambda group, text: {**told(group, text), 0: ""})
-    (coded, said), other = world.run(on_one_queue, 2, nodes, mode, route=route).values
+    (coded, said), other = world.run(static, 2, nodes, {"mode": mode}, route=route).values
     assert (coded, said) == other == (mode == "always", said)
     assert "no overlap of coded calls with computing, as CUDA_DEVICE_MAX_CONNECTIONS is 1: unset it" in said
     (row,) = [row for row in counters.rows() if row["calls"] or row["passed"]]
@@ -248,16 +243,11 @@ def test_one_hardware_queue(route: CudaBackend, monkeypatch: pytest.MonkeyPatch,
     assert row["reasons"] == ({} if coded else {reason.value: 2})
 
 
-def on_one_queue(rank: int, ranks: int, nodes: int, mode: str) -> tuple[bool, str]:
-    found = settled(rank, nodes, mode=mode)
-    return a_gather(rank, ranks, moves.coded(**{**AUTO, "mode": mode}), 0), str(found)
-
-
-def static(rank: int, ranks: int, nodes: int, settings: dict[str, Any]) -> bool:
-    settled(rank, nodes, **settings)
+def static(rank: int, ranks: int, nodes: int, settings: dict[str, Any]) -> tuple[bool, str]:
+    found = settled(rank, nodes, **settings)
     coded = a_gather(rank, ranks, moves.coded(**{**AUTO, **settings}), 0)
     choice.end_step(Engine())
-    return coded
+    return coded, str(found)
 
 
 def test_without_nodes_moves_are_coded(route: CudaBackend) -> None:

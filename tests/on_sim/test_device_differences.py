@@ -14,14 +14,14 @@ import torch.distributed as dist
 from ds_zipccl import comm
 from ds_zipccl.comm.bases import in_place, on_device
 from ds_zipccl.kernels.cuda.backend import CudaBackend
-from ds_zipccl.policy import wire
 from ds_zipccl.telemetry import counters
 from on_sim import world
+from on_sim.cases import CODED
+from on_sim.test_device_agreed import in_pieces
+from on_sim.test_device_bases import FULL, OTHER
 
-CODED: dict[str, Any] = {"nccl": "on", "nccl_min_bytes": 0}
 #: 16 KiB of bf16 and a little more, odd: the shards of all ranks but one are 2-byte aligned.
 SHARD = 8463
-FULL, OTHER = "nothing was gathered there", "a rank holds something else"
 
 
 class Trainer:
@@ -72,49 +72,34 @@ def steps(rank: int, ranks: int) -> None:
 MODES = list(enumerate(world.ALL_MODES))
 
 
-@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.full), pytest.param(4, marks=pytest.mark.full)])
-def test_steps(route: CudaBackend, ranks: int) -> None:
+@pytest.mark.parametrize(
+    ("ranks", "pieces"),
+    [(2, False), *(pytest.param(*one, marks=pytest.mark.full) for one in ((2, True), (3, False), (4, False)))],
+)
+def test_steps(route: CudaBackend, monkeypatch: pytest.MonkeyPatch, ranks: int, pieces: bool) -> None:
+    """``pieces``: an encoder reads the own shard while a decoder writes the others."""
+    if pieces:
+        in_pieces(monkeypatch)
     for seed, mode in [MODES[ranks], MODES[-1]] if ranks == 2 else MODES:
         row = counted(ranks, seed, mode, route, steps)
         assert row["differences"] == {FULL: ranks, "": 3 * ranks}
 
 
-@pytest.mark.full
-def test_fragments_and_pieces(route: CudaBackend, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Shards of several frames, in several messages; an encoder reads the own shard while a decoder writes the others."""
-    monkeypatch.setattr(wire, "device_piece_numel", lambda *call: 2048)
-    monkeypatch.setattr(wire, "DEVICE_FRAGMENT_BYTES", 9000)
-    for seed in range(2):
-        row = counted(2, seed, world.ALL_MODES[-1], route, steps)
-        assert row["differences"] == {FULL: 2, "": 6}
-
-
 def test_bytes(route: CudaBackend) -> None:
     """A difference is 2.5 times smaller than a frame without a base, and next to nothing where nothing has changed."""
 
-    def sent(program: Callable[..., Any]) -> float:
-        row = counted(2, 0, world.Modes(), route, program)
-        return float(row["wire_bytes"])
+    def sent(calls: str) -> float:
+        def program(rank: int, ranks: int) -> None:
+            trainer = Trainer(rank, ranks)
+            for call in calls.split():
+                getattr(trainer, call)()
 
-    def first(rank: int, ranks: int) -> None:
-        trainer = Trainer(rank, ranks)
-        trainer.gather()
+        return float(counted(2, 0, world.Modes(), route, program)["wire_bytes"])
 
-    def second(rank: int, ranks: int) -> None:
-        trainer = Trainer(rank, ranks)
-        trainer.gather()
-        trainer.step()
-        trainer.gather()
-
-    def unchanged(rank: int, ranks: int) -> None:
-        trainer = Trainer(rank, ranks)
-        trainer.gather()
-        trainer.gather()
-
-    full = sent(first)
+    full = sent("gather")
     assert full < 2 * 2 * SHARD / 1.25, "exponents are coded"
-    assert sent(second) - full < full / 2.5
-    assert sent(unchanged) - full <= 2 * 1024
+    assert sent("gather step gather") - full < full / 2.5
+    assert sent("gather gather") - full <= 2 * 1024
 
 
 def edited(rank: int, ranks: int) -> None:
@@ -203,4 +188,4 @@ def test_a_mistake_is_noticed(route: CudaBackend, monkeypatch: pytest.MonkeyPatc
     mistake(monkeypatch)
     with pytest.raises(AssertionError):
         test_what_ranks_hold(route, edited, {FULL: 1, OTHER: 2, "": 1})
-        test_steps(route, 2)
+        test_steps(route, monkeypatch, 2, False)

@@ -1,10 +1,8 @@
-"""All-to-alls of NCCL groups on the simulated GPU: the package's own calls, unchanged."""
+"""Data movement of NCCL groups on the simulated GPU: the package's own calls, unchanged; mostly all-to-alls."""
 
 from __future__ import annotations
 
-import contextlib
-import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import corpus
@@ -14,14 +12,10 @@ import pytest
 import torch
 from sim import communicator
 from sim.device import mine
-from sim.mistakes import FEW
 
 from ds_zipccl.comm.device import exchange as on_device
-from ds_zipccl.comm.device import sizes as agreement
-from ds_zipccl.comm.device.streams import Stage, Streams
+from ds_zipccl.comm.device.streams import Stage
 from ds_zipccl.comm.group_state import group_state
-from ds_zipccl.comm.transport import COLLECTIVE_TRANSPORTS
-from ds_zipccl.comm.transport.nccl import NcclTransport
 from ds_zipccl.comm.work import CommError
 from ds_zipccl.kernels.cuda.backend import CudaBackend
 from ds_zipccl.policy import exchange as rules
@@ -29,20 +23,20 @@ from ds_zipccl.policy import wire
 from ds_zipccl.policy.admission import PassReason
 from ds_zipccl.policy.device_rules import DeviceProfile
 from ds_zipccl.telemetry import counters
-from on_sim import world
+from on_sim import plants, world
+from on_sim.cases import CODED, bytes_sent
 
-CODED: dict[str, Any] = {"nccl": "on", "nccl_min_bytes": 0}
 PAIRS = ((0, 1), (2, 3))
 
 
-def exchanges(
-    rank: int, ranks: int, sizes: Sequence[int], nodes: Sequence[Sequence[int]] = (), **settings: Any
+def every_way(
+    rank: int, ranks: int, op: str, sizes: Sequence[int], nodes: Sequence[Sequence[int]], settings: dict[str, Any]
 ) -> None:
-    """Every way to call an all-to-all, blocking and not; every bit arrives, and the host waits once at most."""
+    """Every way to call an operation, blocking and not; every bit arrives, and the host blocks nowhere."""
     if nodes:
         levels.pretend(nodes)
     api = moves.coded(**CODED, **settings)
-    for seed, (size, move) in enumerate((size, move) for size in sizes for move in moves.MOVES["all_to_all"]):
+    for seed, (size, move) in enumerate((size, move) for size in sizes for move in moves.MOVES[op]):
         kind = list(corpus.SUMMED.values())[seed % 3]
         inputs = [moves.filled(peer, size, kind, seed).to(f"cuda:{rank}") for peer in range(ranks)]
         for later in (False, True):
@@ -53,42 +47,29 @@ def exchanges(
                 corpus.assert_same_bits(got.cpu(), want.cpu())
 
 
-def assert_coded(calls: int) -> None:
-    rows = counters.rows()
-    assert sum(row["calls"] for row in rows) == calls and not any(row["passed"] for row in rows), rows
+#: Operation, ranks, their nodes (of which a rank knows nothing where there are none), and settings.
+CALLS: list[tuple[str, int, Any, dict[str, Any]]] = [
+    ("all_gather", 2, (), {}), ("all_gather", 3, (), {}),
+    ("all_to_all", 2, (), {}), ("all_to_all", 3, (), {"check": "shadow"}), ("all_to_all", 3, (), {}), ("all_to_all", 4, PAIRS, {}),
+    ("all_to_all", 4, ((0, 2), (1, 3)), {"codec": "wide", "block": 128}), ("all_to_all", 4, ((0,), (1, 2, 3)), {"codec": "raw"}),
+    ("all_to_all", 4, ((0, 1, 2, 3),), {}),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_exchanges(route: CudaBackend, ranks: int) -> None:
-    sizes = (0, 1, 7, 9001)
-    for seed, modes in enumerate(world.ALL_MODES[ranks % 2 :: 3]):
+@pytest.mark.parametrize(("op", "ranks", "nodes", "settings"), CALLS)
+def test_every_way_to_call(route: CudaBackend, op: str, ranks: int, nodes: Any, settings: dict[str, Any]) -> None:
+    """On a machine with every property, and on one that watches what kernels write. Random programs have the others."""
+    sizes = (0, 7, 9001) if op == "all_gather" else (0, 1, 7, 9001)
+    for seed, modes in enumerate((world.ALL_MODES[-1], world.Modes(declared=True))[: 1 if nodes else 2]):
         counters.reset()
-        world.run(exchanges, ranks, sizes, seed=seed + 10 * ranks, modes=modes, route=route)
-        assert_coded(2 * ranks * len(sizes) * len(moves.MOVES["all_to_all"]))
-        for row in counters.rows():
-            nothing = ranks * 2 * 2 * sum(size < ranks for size in sizes) if row["op"] == "all_to_all_single" else 0
-            assert row["host_waits"] == row["calls"] - nothing  # equal segments of no element need no agreement
-
-
-def with_nodes(rank: int, ranks: int, sizes: Sequence[int], nodes: Any, settings: dict[str, Any]) -> None:
-    exchanges(rank, ranks, sizes, nodes, **settings)
-
-
-@pytest.mark.parametrize("nodes", [PAIRS, ((0, 2), (1, 3)), ((0,), (1, 2, 3)), ((0, 1, 2, 3),)])
-def test_nodes(route: CudaBackend, nodes: Any) -> None:
-    counters.reset()
-    world.run(with_nodes, 4, (1, 9001), nodes, {}, seed=len(nodes[0]), route=route)
-    assert_coded(4 * 4 * 2 * 2)
-
-
-@pytest.mark.full(reason="the short tier has other seeds of the same programs")
-def test_many_seeds(route: CudaBackend) -> None:
-    for seed, ranks in itertools.product(range(3), (2, 3, 4)):
-        modes = world.ALL_MODES[2 * seed + ranks % 2]
-        codec = ("cascade", "wide", "raw")[seed % 3]
-        settings = {"codec": codec, "block": (128, 1024)[seed % 2], "check": ("off", "shadow")[seed == 2]}
-        nodes = PAIRS if ranks == 4 and seed == 1 else ()
-        world.run(with_nodes, ranks, (2, 777, 4100), nodes, settings, seed=seed, modes=modes, route=route)
+        world.run(every_way, ranks, op, sizes, nodes, settings, seed=seed + 10 * ranks, modes=modes, route=route)
+        rows = counters.rows()
+        assert sum(row["calls"] for row in rows) == 2 * ranks * len(sizes) * len(moves.MOVES[op]), rows
+        assert not any(row["passed"] for row in rows), rows
+        for row in rows if op == "all_to_all" and settings.get("codec") != "raw" else ():
+            # equal segments of no element need no agreement
+            nothing = 4 * ranks * sum(size < ranks for size in sizes) if row["op"] == "all_to_all_single" else 0
+            assert row["host_waits"] == row["calls"] - nothing
 
 
 def in_steps(rank: int, ranks: int) -> tuple[int, int]:
@@ -120,28 +101,12 @@ def test_steps(route: CudaBackend) -> None:
     assert world.run(in_steps, 3, seed=1, route=route).values == [(1 + 3, even)] * 3
 
 
-class Counting(NcclTransport):
-    """Counts the bytes that all ranks send to ranks of other nodes, and to those of their own."""
-
-    between = inside = 0
-
-    def all_to_all(self, received: Any, sent: Any, received_sizes: Any = None, sent_sizes: Any = None) -> None:
-        state = group_state(self._group)
-        assert state is not None and state.nodes
-        sizes = sent_sizes or [len(sent) // state.size] * state.size
-        own = next(ranks for ranks in state.nodes if state.rank in ranks)
-        if sent.dtype == torch.uint8:  # not the numbers of an uneven exchange
-            Counting.between += sum(size for peer, size in enumerate(sizes) if peer not in own)
-            Counting.inside += sum(size for peer, size in enumerate(sizes) if peer in own)
-        super().all_to_all(received, sent, received_sizes, sent_sizes)
-
-
 def gaussian(rank: int, numel: int, scale: float = 0.02) -> torch.Tensor:
     return torch.randn(numel, generator=torch.Generator().manual_seed(rank)).mul_(scale).bfloat16()
 
 
-def counted(rank: int, ranks: int, nodes: Any, uneven: bool) -> int:
-    """Returns the bytes of words for other nodes."""
+def counted(rank: int, ranks: int, nodes: Any, uneven: bool) -> tuple[int, float, float]:
+    """Returns the bytes of words for other nodes, and the bytes sent to other nodes and to other ranks of this one."""
     levels.pretend(nodes)
     cuts = [8192 * (1 + uneven * peer) for peer in range(ranks)]
     source = gaussian(rank, sum(cuts)).to(f"cuda:{rank}")
@@ -151,21 +116,21 @@ def counted(rank: int, ranks: int, nodes: Any, uneven: bool) -> int:
     wanted = torch.cat([gaussian(peer, sum(cuts)).split(cuts)[rank] for peer in range(ranks)])
     corpus.assert_same_bits(target.cpu(), wanted)
     own = next(node for node in nodes if rank in node)
-    return 2 * sum(cut for peer, cut in enumerate(cuts) if peer not in own)
+    words = 2 * sum(cut for peer, cut in enumerate(cuts) if peer not in own)
+    return words, bytes_sent(nodes), bytes_sent(nodes, between=False)
 
 
 @pytest.mark.parametrize("uneven", [False, True])
 @pytest.mark.parametrize("nodes", [PAIRS, ((0,), (1,), (2,), (3,))])
-def test_bytes_between_nodes(route: CudaBackend, monkeypatch: pytest.MonkeyPatch, nodes: Any, uneven: bool) -> None:
-    monkeypatch.setitem(COLLECTIVE_TRANSPORTS, "nccl", Counting)
-    Counting.between = Counting.inside = 0
-    words = sum(world.run(counted, 4, nodes, uneven, route=route).values)
-    assert words / 2 < Counting.between < words / 1.4
+def test_bytes_between_nodes(route: CudaBackend, nodes: Any, uneven: bool) -> None:
+    ran = world.run(counted, 4, nodes, uneven, route=route).values
+    words, between, inside = (sum(numbers) for numbers in zip(*ran, strict=True))
+    assert words / 2 < between < words / 1.4
     raw = sum(wire.slot_bytes(16384 * (1 + uneven * peer) + 32) for peer in range(4))
-    assert Counting.inside == (raw if nodes == PAIRS else 0)
+    assert inside == (raw if nodes == PAIRS else 0)
 
 
-def lone(rank: int, ranks: int, calls: Sequence[tuple[int, bool]], settings: dict[str, Any], slow: bool) -> list[bool]:
+def lone(rank: int, ranks: int, calls: Sequence[tuple[int, bool]], noise: bool, slow: bool) -> list[bool]:
     """Exchanges of so many elements, evenly or not, in mode auto. Returns which were coded."""
     if slow:
         state = group_state(None)
@@ -175,15 +140,14 @@ def lone(rank: int, ranks: int, calls: Sequence[tuple[int, bool]], settings: dic
     coded = []
     for number, (numel, even) in enumerate(calls):
         source = gaussian(rank + number, ranks * numel).to(device)
-        if settings.get("noise"):
+        if noise:
             bits = torch.randint(-(1 << 15), 1 << 15, (ranks * numel,), generator=torch.Generator().manual_seed(rank))
             source = bits.to(torch.int16).view(torch.bfloat16).to(device)
         target = torch.empty_like(source)
-        before = mine().counters.launches.total(), mine().counters.collectives["all_to_all"]
-        splits = [] if even else [numel] * ranks
-        api = moves.coded(**CODED, mode="auto")
-        api.all_to_all_single(target, source, splits or None, splits or None)
-        coded.append(mine().counters.launches.total() > before[0])
+        before = mine().counters.launches.total()
+        splits = None if even else [numel] * ranks
+        moves.coded(**CODED, mode="auto").all_to_all_single(target, source, splits, splits)
+        coded.append(mine().counters.launches.total() > before)
         corpus.assert_same_bits(target.view(ranks, -1)[rank].cpu(), source.view(ranks, -1)[rank].cpu())
     return coded
 
@@ -192,13 +156,13 @@ def test_auto(route: CudaBackend) -> None:
     """Coded where three agreements are saved; otherwise one call in 32 of those of which ranks know nothing ahead."""
     counters.reset()
     even, uneven = [(2048, True)] * 2, [(2048, False)] * 34
-    plain = world.run(lone, 2, [*even, *uneven], {}, False, route=route)
+    plain = world.run(lone, 2, [*even, *uneven], False, False, route=route)
     assert plain.values == [[False] * 2 + [True] + [False] * 31 + [True, False]] * 2
     (row,) = counters.rows()
     assert row["reasons"] == {PassReason.SMALL_GAIN.value: 2 * (2 + 32)}
-    slow = world.run(lone, 2, [*even, *uneven[:2]], {}, True, route=route)
+    slow = world.run(lone, 2, [*even, *uneven[:2]], False, True, route=route)
     assert slow.values == [[True] * 4] * 2
-    noise = world.run(lone, 2, [*even, *uneven[:3]], {"noise": True}, True, route=route)
+    noise = world.run(lone, 2, [*even, *uneven[:3]], True, True, route=route)
     assert noise.values == [[True, False, True, False, False]] * 2
 
 
@@ -292,44 +256,17 @@ def test_wrong_numbers_are_refused(route: CudaBackend, monkeypatch: pytest.Monke
 # --- planted mistakes
 
 
-@contextlib.contextmanager
-def planted(monkeypatch: pytest.MonkeyPatch, name: str) -> Iterator[None]:
-    order, take = Streams.order, Streams._take
-    with monkeypatch.context() as patch:
-        if " -> " in name:
-            dropped = tuple(Stage(one) for one in name.split(" -> "))
-            patch.setattr(Streams, "order", lambda self, *pair: None if pair == dropped else order(self, *pair))
-        elif name == "caller":
-            patch.setattr(Streams, "begin", lambda self: None)
-        elif name == "agreement":
-            patch.setattr(agreement, "_wait", lambda ctx, event: None)
-        elif name == "staging":
-
-            def hasty(self: Streams, *sizes: int) -> Any:
-                for staging in self._buffers:
-                    staging.last = None  # nobody waits for its last use
-                return take(self, *sizes)
-
-            patch.setattr(Streams, "_take", hasty)
-        elif name == "in place":
-            patch.setattr(on_device, "_apart", lambda ctx, sources, targets: sources)
-        elif name == "plain on one rank":
-            patch.setattr(wire, "shrinks", lambda *sizes: mine().rank == 0)
-        else:
-            raise AssertionError(name)
-        yield
-
-
-MISTAKES = (
-    "staging",
-    "encode -> wire",
-    "wire -> decode",
-    "caller",
-    "agreement",
-    "in place",
-    "plain on one rank",
-    "decode -> encode",
-)
+#: The program that notices is ``thrice`` on two ranks, for a staging buffer ``in_steps`` on three.
+MISTAKES: dict[str, plants.Plant] = {
+    "staging": plants.staging_early,
+    "encode -> wire": plants.without_order(Stage.ENCODE, Stage.WIRE),
+    "wire -> decode": plants.without_order(Stage.WIRE, Stage.DECODE),
+    "decode -> encode": plants.without_order(Stage.DECODE, Stage.ENCODE),
+    "caller": plants.no_begin,
+    "agreement": plants.unread_agreement,
+    "in place": lambda patch: patch.setattr(on_device, "_apart", lambda ctx, sources, targets: sources),
+    "plain on one rank": lambda patch: patch.setattr(wire, "shrinks", lambda *sizes: mine().rank == 0),
+}
 
 
 def thrice(rank: int, ranks: int) -> None:
@@ -355,9 +292,8 @@ def thrice(rank: int, ranks: int) -> None:
 
 @pytest.mark.parametrize("name", MISTAKES)
 def test_planted_mistakes(route: CudaBackend, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    with planted(monkeypatch, name), pytest.raises(AssertionError):  # a fault, or wrong words
-        for seed in range(FEW):
-            world.run(*((in_steps, 3) if name == "staging" else (thrice, 2)), seed=seed, route=route)
+    MISTAKES[name](monkeypatch)
+    plants.fails(*((in_steps, 3) if name == "staging" else (thrice, 2)), route=route)
 
 
 def test_without_mistakes(route: CudaBackend) -> None:

@@ -1,8 +1,13 @@
-"""Failures of operations on NCCL groups, on the simulated GPU: damaged frames, ranks that do not come, handles that are dropped; memory."""
+"""Failures of operations on NCCL groups, on the simulated GPU: damaged frames, ranks that do not come, handles that are dropped; memory;
+captures, odd groups, large tensors."""
 
 from __future__ import annotations
 
+import gc
 import time
+import weakref
+from collections import Counter
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -11,18 +16,23 @@ import moves
 import pytest
 import torch
 import torch.distributed as dist
-from sim import communicator, nccl
+from sim import communicator, nccl, streams
 from sim.device import mine
 from sim.scheduler import Fault
+from torch.distributed import distributed_c10d as c10d
 
+from ds_zipccl.comm import group_state as states
 from ds_zipccl.comm.device import exchange, gather
 from ds_zipccl.comm.device.reports import Reports
 from ds_zipccl.comm.device.streams import Streams, streams_of
 from ds_zipccl.comm.shadow_check import Shadow
 from ds_zipccl.comm.work import CommError
 from ds_zipccl.kernels.cuda.backend import CudaBackend
+from ds_zipccl.policy import wire
+from ds_zipccl.policy.admission import PassReason
+from ds_zipccl.telemetry import counters
 from on_sim import world
-from on_sim.cases import CASES, CODED, HARD, PATIENT, every_case, once, prepared
+from on_sim.cases import CASES, CODED, HARD, PATIENT, every_case, once, prepared, reasons
 
 # --- frames that are refused
 
@@ -98,21 +108,18 @@ def test_a_wrong_bit_that_one_rank_sees(route: CudaBackend, monkeypatch: pytest.
 def test_overflow_in_a_slot(route: CudaBackend, monkeypatch: pytest.MonkeyPatch, case: str) -> None:
     """Slots too small for what is in them, as if a tensor had changed after the sizes were agreed."""
 
-    def tight(size: int) -> int:
-        return size - 1024
-
     if case == "uneven":
         words = exchange.exchange_words
 
         def less_words(*arguments: Any) -> Any:
-            return tuple([[tight(row[0]), *row[1:]] if row[0] else row for row in rows] for rows in words(*arguments))
+            return tuple([[row[0] and row[0] - 1024, *row[1:]] for row in rows] for rows in words(*arguments))
 
         monkeypatch.setattr(exchange, "exchange_words", less_words)
         monkeypatch.setattr(exchange, "_check", lambda *arguments: None)
     else:
         module = gather if case == "gather" else exchange
         agree = module.agree
-        monkeypatch.setattr(module, "agree", lambda *arguments: [tight(size) for size in agree(*arguments)])
+        monkeypatch.setattr(module, "agree", lambda *arguments: [size - 1024 for size in agree(*arguments)])
     got = world.run(refused, 2, case, "gather" if case != "gather" else "exchange", modes=HARD, route=route).values
     assert all(wrong > 0 or (case == "uneven" and rank == 0) for rank, (wrong, _) in enumerate(got))
     assert all("stop the job on all ranks" in error for _, error in got)
@@ -154,20 +161,27 @@ def broken(rank: int, ranks: int, case: str) -> str:
     return ""
 
 
-@every_case
-def test_error_in_the_middle(route: CudaBackend, monkeypatch: pytest.MonkeyPatch, case: str) -> None:
-    """The rank has its own error at once, the others raise after the timeout: no host blocks, and no memory is used after its end."""
-    monkeypatch.setattr(nccl, "TIMEOUT", timedelta(seconds=0.2))
-    name, calls = ("encode_gather" if case == "gather" else "encode_frames"), [0]
-    encode = getattr(CudaBackend, name)
+def failing_encoder(monkeypatch: pytest.MonkeyPatch, case: str, ranks: Sequence[int]) -> Counter[int]:
+    """Plant an error in the second encoding of some ranks; an exchange encodes coded frames, then raw ones. Returns the calls by rank."""
+    name, good = ("encode_gather", 1) if case == "gather" else ("encode_frames", 2)
+    encode, calls = getattr(CudaBackend, name), Counter[int]()
 
     def fails(*arguments: Any, **more: Any) -> None:
-        calls[0] += mine().rank == 1
-        if mine().rank == 1 and calls[0] > (1 if case == "gather" else 2):
+        rank = mine().rank
+        calls[rank] += 1
+        if rank in ranks and calls[rank] > good:
             raise MemoryError("planted")
         encode(*arguments, **more)
 
     monkeypatch.setattr(CudaBackend, name, fails)
+    return calls
+
+
+@every_case
+def test_error_in_the_middle(route: CudaBackend, monkeypatch: pytest.MonkeyPatch, case: str) -> None:
+    """The rank has its own error at once, the others raise after the timeout: no host blocks, and no memory is used after its end."""
+    monkeypatch.setattr(nccl, "TIMEOUT", timedelta(seconds=0.2))
+    failing_encoder(monkeypatch, case, [1])
     got = world.run(broken, 3, case, modes=PATIENT, route=route).values
     assert got == ["CommError", "MemoryError", "CommError"]
 
@@ -187,24 +201,17 @@ def abandoned(rank: int, ranks: int, case: str) -> None:
 
 @pytest.mark.parametrize("case", ["gather", "exchange"])
 def test_failed_operation_keeps_its_tensors(route: CudaBackend, monkeypatch: pytest.MonkeyPatch, case: str) -> None:
-    name = "encode_gather" if case == "gather" else "encode_frames"
-    encode, calls = getattr(CudaBackend, name), [0, 0]
+    calls = failing_encoder(monkeypatch, case, [0, 1])
 
-    def fails(*arguments: Any, **more: Any) -> None:
-        calls[mine().rank] += 1
-        if calls[mine().rank] > (1 if case == "gather" else 2):  # an exchange encodes coded frames, then raw ones
-            raise MemoryError("planted")
-        encode(*arguments, **more)
+    def run(seeds: int) -> None:
+        for seed in range(seeds):
+            calls.clear()
+            world.run(abandoned, 2, case, seed=seed, route=route)
 
-    monkeypatch.setattr(CudaBackend, name, fails)
-    for seed in range(2):
-        calls[:] = 0, 0
-        world.run(abandoned, 2, case, seed=seed, route=route)
+    run(2)
     monkeypatch.setattr(Streams, "abandon", lambda self, keep: None)
     with pytest.raises(Fault, match="race"):
-        for seed in range(6):
-            calls[:] = 0, 0
-            world.run(abandoned, 2, case, seed=seed, route=route)
+        run(6)
 
 
 def impatient(rank: int, ranks: int) -> str:
@@ -276,32 +283,6 @@ def test_handles_wait_on_any_stream(route: CudaBackend, case: str) -> None:
         world.run(waited_elsewhere, 2, case, seed=seed, route=route)
 
 
-def repeated(rank: int, ranks: int, case: str, calls: int, mode: str) -> None:
-    host, wanted = prepared(case, rank, ranks, 300_000, 0)
-    given = torch.randn(len(host), generator=torch.Generator().manual_seed(rank)).to(f"cuda:{rank}")
-    output = torch.empty(len(wanted), dtype=given.dtype, device=given.device)
-    for number in range(calls):
-        later = number % 2 == 1
-        moves.wait(CASES[case].call(moves.coded(**CODED, mode=mode, staging_mib=1), output, given, None, later))
-
-
-@pytest.mark.full(reason="the largest messages of these tests; test_slabs is short")
-@every_case
-def test_memory(route: CudaBackend, case: str) -> None:
-    """Flat from the first calls on, and no more than the plain collective's, staging_mib and two staging buffers."""
-
-    def peaks(calls: int, mode: str) -> list[int]:
-        outcome = world.run(repeated, 2, case, calls, mode, seed=3, route=route)
-        return [one.peak_bytes for one in outcome.counters]
-
-    plain, few, many = peaks(1, "never"), peaks(2, "always"), peaks(3, "always")
-    # the smallest blocks, 512 bytes each, depend on the moment; other tests count live bytes exactly
-    assert all(after <= before + 4096 for before, after in zip(few, many, strict=True)), (few, many)
-    staging = (1 << 20) // 3
-    most = (1 << 20) + 2 * staging
-    assert all(before < after <= before + most for before, after in zip(plain, many, strict=True)), (plain, many)
-
-
 def staging_buffers(rank: int, ranks: int) -> list[int]:
     """Staging buffers of several sizes, one in the other, larger than the budget. Returns the bytes of all staging buffers after each."""
     streams, grain, found = streams_of(torch.device("cuda", rank)), 1 << 16, []
@@ -341,3 +322,126 @@ def test_reports_are_bounded() -> None:
     assert first.startswith("group 7: frame 1 of group rank 3 refused") and last.startswith(
         "one of the later operations"
     )
+
+
+# --- moments of the program
+
+
+def captured(rank: int, ranks: int, case: str) -> None:
+    host, wanted = prepared(case, rank, ranks, 3000, 1)
+    given = torch.zeros(len(host), dtype=host.dtype, device=f"cuda:{rank}")
+    output = torch.empty(len(wanted), dtype=given.dtype, device=given.device)
+    recorded = streams.Graph()
+    with recorded.capture():
+        CASES[case].call(moves.coded(**CODED), output, given, None, False)
+    given.copy_(host)
+    recorded.replay()
+    corpus.assert_same_bits(output.cpu(), wanted)
+
+
+@every_case
+def test_capture(route: CudaBackend, case: str) -> None:
+    """The plain collective is in the graph, and its replay sends what is in the tensors then."""
+    counters.reset()
+    world.run(captured, 2, case, route=route)
+    assert reasons() == {PassReason.CAPTURED.value: 2}
+
+
+def coalesced(rank: int, ranks: int, case: str) -> None:
+    hosts, wanted = zip(*(prepared(case, rank, ranks, 3000, seed) for seed in range(2)), strict=True)
+    given = [host.to(f"cuda:{rank}") for host in hosts]
+    outputs = [torch.empty(len(one), dtype=one.dtype, device=f"cuda:{rank}") for one in wanted]
+    with dist._coalescing_manager(None, None if case == "gather" else given[0].device, async_ops=True) as manager:
+        for output, one in zip(outputs, given, strict=True):
+            CASES[case].call(moves.coded(**CODED), output, one, None, case != "gather")
+    manager.wait()
+    for output, one in zip(outputs, wanted, strict=True):
+        corpus.assert_same_bits(output.cpu(), one)
+    once(case, rank, ranks)  # outside it is coded again
+
+
+@every_case
+def test_coalescing_manager(route: CudaBackend, case: str) -> None:
+    counters.reset()
+    world.run(coalesced, 2, case, route=route)
+    assert reasons() == {PassReason.COALESCED.value: 4}
+
+
+# --- groups
+
+
+def alone(rank: int, ranks: int) -> None:
+    groups = [dist.new_group([one]) for one in range(ranks)]
+    for case in ("gather", "exchange"):
+        once(case, 0, 1, group=groups[rank])
+
+
+def test_groups_of_one(route: CudaBackend) -> None:
+    counters.reset()
+    world.run(alone, 2, route=route)
+    assert reasons() == {PassReason.ONE_RANK.value: 4}
+
+
+def passing_groups(rank: int, ranks: int, rounds: int) -> tuple[int, int]:
+    """Groups that are made, used and destroyed. Returns the groups' states that are left, and the live bytes at the end."""
+    found = []
+    for number in range(rounds):
+        order = [list(range(ranks)), list(range(ranks - 1))][number % 2]
+        group = dist.new_group(order)
+        if rank in order:
+            for case in CASES:
+                once(
+                    case,
+                    rank,
+                    len(order),
+                    500,
+                    number,
+                    group,
+                    later=bool(number & 2),
+                    mode=["always", "auto"][number % 2],
+                )
+            found.append(weakref.ref(states.group_state(group)))  # type: ignore[type-var]
+            dist.destroy_process_group(group)
+        del group
+    gc.collect()
+    once("gather", rank, ranks)
+    return sum(one() is not None for one in found), mine().allocator.live
+
+
+@pytest.mark.full(reason="slow; random programs have groups in the short tier")
+def test_groups_come_and_go(route: CudaBackend) -> None:
+    few, many = (world.run(passing_groups, 3, rounds, seed=5, route=route).values for rounds in (4, 8))
+    assert [states for states, _ in many] == [0, 0, 0]
+    assert [live for _, live in many] == [live for _, live in few]
+
+
+def mixed(rank: int, ranks: int) -> None:
+    """A group of two backends: device memory goes on the device's streams; host memory by gloo's messages, which are not simulated."""
+    c10d._world.pg_backend_config[dist.group.WORLD] = "cpu:gloo,cuda:nccl"
+    for case in CASES:
+        once(case, rank, ranks)
+    state = states.group_state(None)
+    assert state is not None and state.streams("cuda") and not state.streams("cpu")
+    assert (state.backend("cpu"), state.backend("cuda")) == ("gloo", "nccl")
+
+
+def test_groups_of_two_backends(route: CudaBackend) -> None:
+    counters.reset()
+    world.run(mixed, 2, route=route)
+    assert not reasons()
+
+
+# --- tensors
+
+
+def test_gathers_of_more_than_4_gib() -> None:
+    """Shards of 3 GiB of elements, cut as for memory of 64 MiB."""
+    numels, ranks, budget = [[3 << 30, 7], [1 << 31]], 4, 64 << 20
+    pieces = gather.pieces_of(numels, 2, ranks, budget)
+    for shard, sizes in enumerate(numels):
+        mine_ = [piece for piece in pieces if piece.shard == shard]
+        assert [piece.start for piece in mine_[1:]] == [piece.start + piece.numel for piece in mine_[:-1]]
+        assert mine_[0].start == 0 and mine_[-1].start + mine_[-1].numel == sum(sizes) >= 1 << 31
+    assert max(piece.numel for piece in pieces) * 2 * ranks <= budget // 3
+    assert wire.device_fragment_bytes(sum(map(sum, numels)) * 2 * ranks, budget) == budget // 3
+    assert gather._slot(5 << 30, 3 << 30) == (3 << 30, False) and gather._slot(5 << 30, 5 << 30)[1]

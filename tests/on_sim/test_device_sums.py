@@ -1,9 +1,11 @@
-"""Sums of NCCL groups on the simulated GPU: their bits, and planted mistakes."""
+"""Sums of NCCL groups on the simulated GPU: bits, planted mistakes, bytes between nodes, memory, and the values of ``reduction``."""
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import corpus
@@ -16,22 +18,25 @@ import tiers
 import torch
 import torch.distributed as dist
 from levels import Nodes, nodes_of
-from sim import mistakes
 
 from ds_zipccl import comm
 from ds_zipccl.comm import topology
 from ds_zipccl.comm.device import sums as device_sums
-from ds_zipccl.comm.device.streams import Stage, Streams
-from ds_zipccl.config import ZipcclConfig
+from ds_zipccl.comm.device.streams import Stage, streams_of
+from ds_zipccl.comm.group_state import group_state
+from ds_zipccl.comm.ops.reduce_to_owners import Owners
+from ds_zipccl.config import ConfigError, ZipcclConfig
 from ds_zipccl.kernels.cuda.backend import CudaBackend, Own
 from ds_zipccl.policy import wire
 from ds_zipccl.policy.admission import PassReason
 from ds_zipccl.telemetry import counters
-from on_sim import world
+from on_sim import plants, world
+from on_sim.cases import bytes_sent
 
 pytestmark = pytest.mark.usefixtures("small_frames")
 ALWAYS: dict[str, Any] = {"enabled": True, "mode": "always", "min_bytes": 0, "nccl": "on", "nccl_min_bytes": 0}
 PLAIN: dict[str, Any] = {**ALWAYS, "reduction": "plain"}
+AUTO: dict[str, Any] = {**ALWAYS, "mode": "auto"}
 SUM, AVG = dist.ReduceOp.SUM, dist.ReduceOp.AVG
 #: Elements of messages: fewer than ranks, and more than a block for each of two ranks.
 SIZES = (0, 1, 7, 2051)
@@ -181,17 +186,14 @@ def test_bits_do_not_depend_on_how_well_words_compress(route: CudaBackend) -> No
 def as_nccl(rank: int, ranks: int, settings: dict[str, Any]) -> None:
     levels.pretend(nodes_of(2, 1))
     for seed, kind in enumerate(corpus.SUMMED.values()):
+        mine = sums.wild(rank, 6151, kind, seed).to(f"cuda:{rank}")
+        want = mine.clone()
+        dist.all_reduce(want)
         if settings["reduction"] == "plain":
-            mine = sums.wild(rank, 6151, kind, seed).to(f"cuda:{rank}")
-            want = mine.clone()
-            dist.all_reduce(want)
             comm.reduce_to_owners(mine, [(3000, (0,)), (3151, (1,))], config=ZipcclConfig(**settings))
             place = slice(0, 3000) if rank == 0 else slice(3000, 6151)
             sums.assert_same_sums(mine[place].cpu(), want[place].cpu(), corpus.FP32)
             continue
-        mine = sums.wild(rank, 6151, kind, seed).to(f"cuda:{rank}")
-        want = mine.clone()
-        dist.all_reduce(want)
         for _, got, take in every_call(mine, SUM, False, settings, random.Random(seed)):
             # payloads of NaNs are NCCL's own
             sums.assert_same_sums(got.cpu(), take(want.cpu()), corpus.FP32)
@@ -241,50 +243,40 @@ def test_plain_sums_for_owners(route: CudaBackend, ranks: int, monkeypatch: pyte
 # --- planted mistakes
 
 
-def nodes_in_another_order(monkeypatch: pytest.MonkeyPatch) -> None:
-    add = device_sums._Summing._add
-
-    def wrong(self: Any, matrix: torch.Tensor, own: torch.Tensor, place: Any, total: torch.Tensor) -> None:
-        first, second = (node for node in range(3) if node != self._levels.node)
-        turned = matrix.clone()
-        turned[first], turned[second] = matrix[second], matrix[first]
-        add(self, turned, own, place, total)
-
-    monkeypatch.setattr(device_sums._Summing, "_add", wrong)
-
-
-def own_words_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+def other_rows(turn: Callable[[int, torch.Tensor, torch.Tensor], None], own_at: int | None = None) -> plants.Plant:
+    """``turn`` gets the number of the node, the rows that are added, and a copy to change, which is added instead; own words count as being
+    in row ``own_at``, if it is given."""
     add = device_sums._Summing._add
 
     def wrong(self: Any, matrix: torch.Tensor, own: torch.Tensor, place: Any, total: torch.Tensor) -> None:
         turned = matrix.clone()
-        turned[self._levels.node] = matrix[0]
-        monkeypatch.setattr(device_sums, "Own", lambda words, at: Own(words, 0))
+        turn(self._levels.node, matrix, turned)
         add(self, turned, own, place, total)
 
-    monkeypatch.setattr(device_sums._Summing, "_add", wrong)
-
-
-def without_order(first: Stage, second: Stage) -> Callable[[pytest.MonkeyPatch], None]:
     def plant(monkeypatch: pytest.MonkeyPatch) -> None:
-        order = Streams.order
-
-        def wrong(self: Streams, one: Stage, other: Stage) -> None:
-            if (one, other) != (first, second):
-                order(self, one, other)
-
-        monkeypatch.setattr(Streams, "order", wrong)
+        monkeypatch.setattr(device_sums._Summing, "_add", wrong)
+        if own_at is not None:
+            monkeypatch.setattr(device_sums, "Own", lambda words, at: Own(words, own_at))
 
     return plant
 
 
-MISTAKES: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
-    "nodes in another order": nodes_in_another_order,
-    "own words elsewhere": own_words_elsewhere,
-    "encoded -> sent": without_order(Stage.ENCODE, Stage.WIRE),
-    "node sums -> encoded": without_order(Stage.WIRE, Stage.ENCODE),
-    "received -> added": without_order(Stage.WIRE, Stage.DECODE),
-    "sums -> gathered": without_order(Stage.DECODE, Stage.ENCODE),
+def swap_others(node: int, rows: torch.Tensor, turned: torch.Tensor) -> None:
+    first, second = (other for other in range(3) if other != node)
+    turned[first], turned[second] = rows[second], rows[first]
+
+
+def first_in_own_place(node: int, rows: torch.Tensor, turned: torch.Tensor) -> None:
+    turned[node] = rows[0]
+
+
+MISTAKES: dict[str, plants.Plant] = {
+    "nodes in another order": other_rows(swap_others),
+    "own words elsewhere": other_rows(first_in_own_place, 0),
+    "encoded -> sent": plants.without_order(Stage.ENCODE, Stage.WIRE),
+    "node sums -> encoded": plants.without_order(Stage.WIRE, Stage.ENCODE),
+    "received -> added": plants.without_order(Stage.WIRE, Stage.DECODE),
+    "sums -> gathered": plants.without_order(Stage.DECODE, Stage.ENCODE),
 }
 
 
@@ -292,6 +284,168 @@ MISTAKES: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
 def test_planted_mistakes_are_noticed(route: CudaBackend, mistake: str, monkeypatch: pytest.MonkeyPatch) -> None:
     MISTAKES[mistake](monkeypatch)
     nodes = NODES["2x2" if "->" in mistake else "3x1"]
-    with pytest.raises((AssertionError, world.Fault)):
-        for seed in range(mistakes.FEW):
-            world.run(in_documented_order, sum(map(len, nodes)), nodes, [2051], ALWAYS, seed, seed=seed, route=route)
+    plants.fails(in_documented_order, sum(map(len, nodes)), nodes, [2051], ALWAYS, route=route)
+
+
+# --- bytes between nodes
+
+NUMEL = 1 << 16
+
+
+def balanced(ranks: int) -> Owners:
+    return [(NUMEL // ranks, (rank,)) for rank in range(ranks)]
+
+
+CALLS: dict[str, Callable[..., Any]] = {
+    "reduce_scatter_tensor": lambda x, ranks, **more: comm.reduce_scatter_tensor(
+        x.new_empty(len(x) // ranks), x, **more
+    ),
+    "reduce_scatter": lambda x, ranks, **more: comm.reduce_scatter(x.new_empty(len(x) // ranks), list(x.chunk(ranks)), **more),
+    "all_reduce": lambda x, ranks, **more: comm.all_reduce(x, **more),
+    "balanced": lambda x, ranks, **more: comm.reduce_to_owners(x, balanced(ranks), **more),
+    "one owner": lambda x, ranks, **more: comm.reduce_to_owners(x, [(len(x), (1,))], **more),
+    "all own all": lambda x, ranks, **more: comm.reduce_to_owners(x, [(len(x), range(ranks))], **more),
+}  # fmt: skip
+
+
+def sent_between(
+    rank: int, ranks: int, nodes: Nodes, some: dict[str, dict[str, Any]], calls: Sequence[str]
+) -> dict[str, float]:
+    levels.pretend(nodes)
+    found = {}
+    mine = torch.randn(NUMEL, generator=torch.Generator().manual_seed(rank)).bfloat16().to(f"cuda:{rank}")
+    warm = mine[: 64 * ranks].clone()
+    comm.all_reduce(warm, config=ZipcclConfig(**ALWAYS))
+    for (kind, settings), name in itertools.product(some.items(), calls):
+        if (kind, name) != ("plain", "reduce_scatter"):  # it passes, and the simulated NCCL has none of a list
+            before = bytes_sent(nodes)
+            CALLS[name](mine.clone(), ranks, config=ZipcclConfig(**settings))
+            found[f"{kind} {name}"] = bytes_sent(nodes) - before
+    return found
+
+
+def totals(
+    route: CudaBackend, nodes: int, each: int, some: dict[str, dict[str, Any]], calls: Sequence[str]
+) -> dict[str, float]:
+    modes = world.Modes(races=False)
+    of_ranks = world.run(
+        sent_between, nodes * each, nodes_of(nodes, each), some, calls, modes=modes, route=route
+    ).values
+    return {name: sum(one[name] for one in of_ranks) for name in of_ranks[0]}
+
+
+RAW = {**ALWAYS, "codec": "raw"}
+
+
+@pytest.mark.parametrize(
+    ("nodes", "each"), [(2, 4), pytest.param(4, 2, marks=pytest.mark.full(reason="two nodes are in the short tier"))]
+)
+def test_no_more_bytes_between_nodes_than_a_ring(route: CudaBackend, nodes: int, each: int) -> None:
+    found, ranks = totals(route, nodes, each, {"raw": RAW, "coded": ALWAYS, "plain": PLAIN}, list(CALLS)), nodes * each
+    for name in CALLS:
+        ring = nodes * (ranks - 1) / ranks * 2 * NUMEL * (1 if name.startswith("reduce_scatter") else 2)
+        assert 0 < found[f"raw {name}"] <= 1.01 * ring, (name, found[f"raw {name}"] / ring)
+        assert found[f"coded {name}"] <= ring / 1.4, (name, found[f"coded {name}"] / ring)
+        passes = name.startswith(("reduce_scatter", "all"))
+        plain = found.get(f"plain {name}", 0)
+        assert plain <= (1 if passes else 0.51) * 1.001 * ring, (name, plain / ring)
+
+
+@pytest.mark.full(reason="shows that the test before it can fail")
+def test_one_level_sends_more_than_a_ring(route: CudaBackend, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(topology, "levels", lambda nodes: False)
+    found = totals(route, 2, 4, {"raw": RAW}, ["reduce_scatter_tensor"])
+    assert found["raw reduce_scatter_tensor"] > 2.2 * 2 * 7 / 8 * 2 * NUMEL
+
+
+# --- memory
+
+
+def bounded(rank: int, ranks: int) -> tuple[int, int]:
+    levels.pretend(nodes_of(2, 2))
+    config = ZipcclConfig(**{**ALWAYS, "staging_mib": 1})
+    mine = torch.randn(400_000, generator=torch.Generator().manual_seed(rank)).bfloat16().to(f"cuda:{rank}")
+    out = mine.new_empty(100_000)
+    peaks = []
+    for _ in range(2):
+        comm.reduce_scatter_tensor(out, mine, config=config)
+        comm.reduce_scatter_tensor(out, mine, AVG, config=config)
+        comm.reduce_to_owners(
+            mine, [(100_000, (owner,)) for owner in (0, 1, 0, 2)], config=ZipcclConfig(**{**PLAIN, "staging_mib": 1})
+        )
+        peaks.append(streams_of(mine.device).nbytes())
+    return peaks[0], peaks[1]
+
+
+@pytest.mark.full(reason="400,000 elements are many for the emulated kernels")
+def test_memory_is_bounded(route: CudaBackend) -> None:
+    for first, second in world.run(bounded, 4, modes=world.Modes(races=False), route=route).values:
+        assert 0 < first <= second <= 1 << 20
+
+
+@pytest.mark.parametrize("nodes", [1, 2, 8, 64])
+@pytest.mark.parametrize("local_ranks", [1, 8])
+def test_sizes_of_pieces(nodes: int, local_ranks: int) -> None:
+    """Node sums take half of the budget, and three fragments the rest, wherever a fragment can be so small."""
+    for mib in (1, 64, 256):
+        budget, rows = mib << 20, nodes + local_ranks
+        summing: Any = SimpleNamespace(
+            _packed=True, _dtype=torch.bfloat16, _rows=rows, _ctx=SimpleNamespace(budget=budget)
+        )
+        whole = budget // 2 // rows // 2 // device_sums._ALIGNED * device_sums._ALIGNED
+        assert device_sums._Summing.step(summing, whole - 1) == whole, "one piece, and so one agreement"
+        for numel in (1, 1000, 10**6, 10**9):
+            step = wire.device_sum_numel(numel, 2, rows, budget)
+            assert 1 <= step <= max(numel, wire.FRAGMENT_UNIT)
+            assert 2 * rows * step <= max(budget // 2, 2 * rows * wire.FRAGMENT_UNIT)
+            left = budget - 2 * rows * step
+            fragment = wire.device_sum_fragment(step, 2, nodes, left)
+            assert fragment == wire.FRAGMENT_UNIT or 3 * 2 * (2 * nodes * fragment) <= left
+
+
+# --- what `reduction` means
+
+
+def reasons(rank: int, ranks: int, nodes: Nodes, settings: dict[str, Any], device_sums: str = "fp32") -> None:
+    levels.pretend(nodes)
+    state = group_state(None)
+    assert state is not None
+    state.device_sums = device_sums
+    config, mine = ZipcclConfig(**settings), torch.ones(64 * ranks, device=f"cuda:{rank}")
+    comm.all_reduce(mine, config=config)
+    comm.reduce_scatter_tensor(mine[:64].clone(), mine, config=config)
+    comm.reduce_to_owners(mine, [(64, (owner,)) for owner in range(ranks)], config=config)
+    assert mine[64 * rank].item() == ranks * ranks
+
+
+@pytest.mark.parametrize(
+    ("nodes", "settings", "device_sums", "coded"),
+    [
+        ("3x1", AUTO, "fp32", True),
+        ("3x1", AUTO, "plain", False),
+        ("3x1", {**AUTO, "reduction": "fp32"}, "plain", True),
+        ("3x1", {**ALWAYS, "reduction": "plain"}, "fp32", False),
+        ("2x2", AUTO, "fp32", True),
+        ("one", AUTO, "fp32", False),
+        ("one", {**AUTO, "reduction": "fp32"}, "fp32", False),
+        ("one", ALWAYS, "fp32", True),
+        ("uneven", AUTO, "fp32", False),
+        ("uneven", {**AUTO, "reduction": "fp32"}, "fp32", True),
+        ("uneven", ALWAYS, "fp32", True),
+        ("not ascending", AUTO, "fp32", False),
+    ],
+)
+def test_what_is_summed_by_whom(route: CudaBackend, nodes: str, settings: Any, device_sums: str, coded: bool) -> None:
+    counters.reset()
+    ranks = sum(map(len, NODES[nodes]))
+    world.run(reasons, ranks, NODES[nodes], settings, device_sums, route=route)
+    passed = {row["op"]: set(row["reasons"]) for row in counters.rows()}
+    assert passed.pop("reduce_to_owners") == set()
+    assert all(found == (set() if coded else {PassReason.PLAIN_SUMS.value}) for found in passed.values()) and passed
+
+
+def test_match_is_refused(route: CudaBackend) -> None:
+    settings = {**ALWAYS, "reduction": "match"}
+    with pytest.raises(ConfigError, match=r"no order is promised by NCCL itself.*match is for gloo"):
+        world.run(reasons, 3, nodes_of(3, 1), settings, route=route)
+    world.run(reasons, 3, nodes_of(3, 1), {**settings, "nccl": "off"}, route=route)

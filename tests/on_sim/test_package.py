@@ -1,19 +1,18 @@
-"""The package's code for CUDA tensors, unchanged, on the simulated GPU."""
+"""The package's code for CUDA tensors, unchanged, on the simulated GPU; row frames, which are those of the CPU."""
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
+import tiers
 import torch
 import torch.distributed as dist
-from sim import programs
-from sim.device import mine
 
-from ds_zipccl import codecs, devices, tensors
+from ds_zipccl import codecs, devices, frame, tensors
 from ds_zipccl.comm.group_state import group_state
-from ds_zipccl.frame import FrameError
+from ds_zipccl.frame import CodecId, FrameError
 from ds_zipccl.kernels.cuda.backend import CudaBackend
-from ds_zipccl.kernels.cuda.jobs import GatherTable, Parameter
-from ds_zipccl.kernels.cuda.status import new_status, raise_failure
 from on_sim import world
 from on_sim.world import noticed
 
@@ -72,71 +71,69 @@ def test_state_and_tensors() -> None:
     world.run(known, 3)
 
 
-def parameters(rank: int, ranks: int, route: CudaBackend, numels: tuple[int, ...], waits: bool) -> int:
-    """A ZeRO-3 gather of several parameters: sizes agreed once, then gathers without a host wait, in place. Returns
-    the host waits of the gathers."""
+WIDTH, ROWS = 96, 40
+#: Fragments that begin and end inside of rows, two without a whole row among them.
+CUTS = [0, 500, 520, 560, 2000, 2001, 3200, ROWS * WIDTH + 5]
+
+
+def segment(dtype: torch.dtype) -> torch.Tensor:
+    """Rows of which a third repeats an earlier one, and a third is a scaled copy; and five elements more."""
+    values = torch.randn((ROWS, WIDTH), generator=torch.Generator().manual_seed(1))
+    if not dtype.is_floating_point:
+        values *= 1000
+    rows = values.to(dtype)
+    for number in range(2, ROWS):
+        if number % 3 == 0:
+            rows[number] = rows[number // 3]
+        elif number % 3 == 1:
+            rows[number] = (rows[number - 2].float() * (0.2 + number / 50)).to(dtype)
+    return torch.cat([rows.view(-1), rows[0, :5]])
+
+
+def candidates() -> torch.Tensor:
+    return torch.tensor(
+        [number - 2 if number % 3 == 1 and number > 1 else number for number in range(ROWS)], dtype=torch.int32
+    )
+
+
+def sent(words: torch.Tensor) -> list[torch.Tensor]:
+    """The frames of a segment; ordinary ones where rows do not pay."""
+    rows, frames = codecs.RowSegment(words, WIDTH, block=128), []
+    rows.scale_by(candidates())
+    for begin, end in itertools.pairwise(CUTS):
+        bound = codecs.compress_bound(end - begin, words.dtype, block=128)
+        found = rows.frame(begin, end, torch.empty(bound, dtype=torch.uint8, device=words.device))
+        frames.append(
+            codecs.compress(words[begin:end], block=128, shaped=False, checksum=False) if found is None else found
+        )
+    return frames
+
+
+def segments(rank: int, ranks: int, waits: bool = True) -> None:
     device = torch.device("cuda", rank)
-    runtime = devices.runtime(device)
-    assert runtime is not None
-    shards = [words(10 * rank + at, numel, torch.bfloat16).to(device) for at, numel in enumerate(numels)]
-    headers = tensors.filled(32 * len(numels), 0, torch.uint8, device)
-    route.encode_frames(shards, "cascade", 1024, list(headers.view(-1, 32).unbind()))  # no room: headers alone
-    needed = headers.view(torch.int64).view(-1, 4)[:, 3].contiguous()
-    dist.all_reduce(needed, dist.ReduceOp.MAX)
-    agreed = [-(-size // 512) * 512 for size in needed.tolist()]
-    listed = [Parameter(numel, size) for numel, size in zip(numels, agreed, strict=True)]
-    table = GatherTable(listed, torch.bfloat16, 1024, ranks)
-
-    streams = [runtime.Stream(device) for _ in range(3)]
-    encoding, wire, decoding = streams
-    staging = tensors.empty(table.part_bytes * ranks, torch.uint8, device)
-    part = staging[rank * table.part_bytes : (rank + 1) * table.part_bytes]
-    outs = [tensors.empty(ranks * numel, torch.bfloat16, device) for numel in numels]
-    for out, shard in zip(outs, shards, strict=True):
-        out.view(ranks, -1)[rank].copy_(shard)
-    caller = runtime.current_stream(device)
-    status = new_status(device)
-    before = len(device_waits())
-    done = caller.record_event()
-    for _ in range(3):
-        encoding.wait_event(caller.record_event())
-        encoding.wait_event(done)
-        with runtime.stream(encoding):
-            route.encode_gather([out.view(ranks, -1)[rank] for out in outs], "cascade", table, part)
+    side = torch.cuda.Stream(device)
+    for dtype in (torch.bfloat16, torch.float32, torch.float8_e5m2, torch.int64):
+        host = segment(dtype)
+        there = host.to(device).clone()  # work of the current stream, for which the side stream waits
         if waits:
-            wire.wait_event(encoding.record_event())
-        with runtime.stream(wire):
-            dist.all_gather_into_tensor(staging, part)
-        decoding.wait_event(wire.record_event())
-        with runtime.stream(decoding):
-            route.decode_gather(staging, table, outs, rank, status)
-        done = decoding.record_event()
-    caller.wait_event(done)
-    found = len(device_waits()) - before
-    raise_failure(status)
-    for at, (out, numel) in enumerate(zip(outs, numels, strict=True)):
-        wanted = torch.cat([words(10 * peer + at, numel, torch.bfloat16) for peer in range(ranks)])
-        assert torch.equal(out.cpu(), wanted)
-    return found
+            side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            frames, wanted = sent(there), sent(host)
+            kinds = [frame.parse(one).codec for one in wanted]
+            assert kinds.count(CodecId.ROWS) >= 2 and kinds.count(CodecId.ROWS) < len(kinds), kinds
+            out = torch.zeros_like(there)
+            for found, one, (begin, end) in zip(frames, wanted, itertools.pairwise(CUTS), strict=True):
+                assert found.device == device and torch.equal(found.cpu(), one), (dtype, begin)
+                codecs.decompress(found, out[begin:end], earlier=out[:begin])
+            assert torch.equal(out.cpu().view(torch.uint8), host.view(torch.uint8))
+        torch.cuda.current_stream().wait_stream(side)
 
 
-def device_waits() -> list[object]:
-    return mine().counters.waits  # type: ignore[return-value]
+@pytest.mark.parametrize("seed", tiers.mostly_full(range(3), (0,), "four seconds each"))
+def test_segments(route: CudaBackend, seed: int) -> None:
+    world.run(segments, 1, seed=seed, route=route)
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_gathers_of_agreed_sizes(route: CudaBackend, ranks: int) -> None:
-    for seed in range(3):
-        assert world.run(parameters, ranks, route, (300, 17, 1500), True, seed=seed).values == [0] * ranks
-    fault = noticed(parameters, ranks, route, (300, 17), False)
-    assert fault.kind == "race" and "all_gather" in str(fault) and "zipccl_encode_bf16_cascade" in str(fault)
-
-
-@pytest.mark.parametrize("seeds", [2, pytest.param(30, marks=pytest.mark.full(reason="more seeds"))])
-def test_emulated_kernels(route: CudaBackend, seeds: int) -> None:
-    """The package's own kernels, through the route of CUDA tensors."""
-    for seed in range(seeds):
-        modes = world.Modes(declared=seed % 2 == 0)
-        got = world.run(programs.gathers, 2, route, route=route, seed=seed, modes=modes)
-        assert got.counters[0].launches["zipccl_encode_bf16_cascade"] == 3
-        world.run(programs.sums, 2, route, route=route, seed=seed, modes=modes)
+def test_kernels_for_rows_are_work_of_a_stream(route: CudaBackend) -> None:
+    fault = noticed(segments, 1, False, route=route)
+    assert fault.kind == "race" and "zipccl_find_rows" in str(fault), fault

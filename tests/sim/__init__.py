@@ -39,7 +39,7 @@ unsupported        torch operations that change a tensor's memory, such as ``res
 ``tensor.py``          tensors of the GPU and pinned memory
 ``races.py``           vector clocks
 ``communicator.py``    collectives; ``nccl.py`` has the rules and the process group
-``programs.py``        right programs, and the same with mistakes
+``mistakes.py``        whether a few seeds notice a mistake
 =====================  ========================================================================================
 
 Not simulated: time, autograd of GPU tensors, memory that the host reads without torch (through ``data_ptr`` or a numpy view that was made

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from sim import world
 from sim.scheduler import Fault
@@ -33,3 +36,28 @@ def noticed(
         except AssertionError:  # the program has noticed wrong values itself; another seed may name the reason
             continue
     raise AssertionError(f"none of {seeds} seeds noticed")
+
+
+def faulty(wanted: Sequence[str], function: Any, ranks: int, *arguments: Any, **options: Any) -> str:
+    """The text of the fault that a few seeds find: of the kind ``wanted[0]``, with the place of each further marker, once or more often."""
+    fault = noticed(function, ranks, *arguments, **options)
+    (kind, *markers), file = wanted, Path(function.__code__.co_filename).name
+    assert fault.kind == kind, fault
+    for marker in set(markers):
+        assert str(fault).count(line(file, marker)) >= markers.count(marker), fault
+    return str(fault)
+
+
+def mistake(table: dict[Any, tuple[str, ...]], *wanted: str) -> Callable[[Any], Any]:
+    """Enter a program into a table of programs with a mistake, with what :func:`faulty` shall find."""
+
+    def enter(function: Any) -> Any:
+        table[function] = wanted
+        return function
+
+    return enter
+
+
+def filled(rank: int, numel: int, value: float, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """A tensor of the rank's GPU."""
+    return torch.full((numel,), value, dtype=dtype, device=f"cuda:{rank}")

@@ -204,11 +204,7 @@ class Group(dist.ProcessGroup):
         return handles[-1] if handles else None
 
     def allreduce_coalesced(self, tensors: list[torch.Tensor], opts: Any) -> Any:
-        signature = {"op": reduction(opts.reduceOp)}
-        return [
-            self._run("all_reduce", {**signature, "count": one.numel(), "dtype": one.dtype}, [one], [one], opts)
-            for one in tensors
-        ][-1]
+        return [self.allreduce([one], opts) for one in tensors][-1]
 
     def all_gather_single_coalesced(self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: Any) -> Any:
         return [self.all_gather_single(output, one, opts) for output, one in zip(outputs, inputs, strict=True)][-1]
@@ -236,38 +232,29 @@ class Group(dist.ProcessGroup):
         self._dense(kind, [*inputs, *outputs])
         given, taken = [one.inner for one in inputs], [one.inner for one in outputs]  # type: ignore[attr-defined]
         on_own = getattr(opts, "asyncOp", False)
+
+        def issue(stream: Stream | None = None) -> None:
+            """Put the operation on a stream, the current one if none is given."""
+            call = Call(kind, signature, gpu.rank, given, taken)
+            if split:
+                call.sent, call.received = [one.numel() for one in given], [one.numel() for one in taken]
+            self._communicator.issue(gpu, call, stream or Stream(gpu.device, lane=gpu.current))
+
         if gpu.capture is not None:  # captured on the capturing stream (NCCL user guide, "Using NCCL with CUDA Graphs")
-            gpu.capture.append(
-                Captured("collective", kind, lambda: self._issue(kind, signature, given, taken, split), [], [])
-            )
+            gpu.capture.append(Captured("collective", kind, issue, [], []))
             return Work(gpu, Event(), []) if on_own else None
         caller = Stream(gpu.device, lane=gpu.current)
         if not on_own:
-            self._issue(kind, signature, given, taken, split)
+            issue()
             return None
         if self._stream is None:
             self._stream = Stream(gpu.device, lane=gpu.lane(f"nccl {self._communicator.name}"))
         self._stream.wait_stream(caller)
-        self._issue(kind, signature, given, taken, split, self._stream)
+        issue(self._stream)
         handle = Work(gpu, self._stream.record_event(), [*inputs, *outputs])
         if self._handles is not None:
             self._handles.append(handle)
         return handle
-
-    def _issue(
-        self,
-        kind: str,
-        signature: dict[str, Any],
-        inputs: list[torch.Tensor],
-        outputs: list[torch.Tensor],
-        split: bool,
-        stream: Stream | None = None,
-    ) -> None:
-        """Put the operation on a stream, the current one if none is given."""
-        call = Call(kind, signature, self._gpu.rank, inputs, outputs)
-        if split:
-            call.sent, call.received = [one.numel() for one in inputs], [one.numel() for one in outputs]
-        self._communicator.issue(self._gpu, call, stream or Stream(self._gpu.device, lane=self._gpu.current))
 
     def _dense(self, kind: str, tensors: Sequence[torch.Tensor]) -> None:
         for tensor in tensors:

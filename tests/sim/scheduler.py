@@ -146,12 +146,7 @@ class _Temper:
     any_stream: float
 
 
-_TEMPERS = (
-    _Temper(0.0, 0.9, 0.15),
-    _Temper(0.0, 0.3, 0.3),
-    _Temper(0.4, 0.5, 0.5),
-    _Temper(0.97, 0.2, 0.2),
-)
+_TEMPERS = (_Temper(0.0, 0.9, 0.15), _Temper(0.0, 0.3, 0.3), _Temper(0.4, 0.5, 0.5), _Temper(0.97, 0.2, 0.2))
 
 
 class Scheduler:

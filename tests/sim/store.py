@@ -44,11 +44,5 @@ class Store(dist.Store):
         gpu = mine()
         gpu.scheduler.turn(gpu.rank, lambda: self.check(keys), f"keys {', '.join(keys)} of the store")
 
-    def delete_key(self, key: str) -> bool:
-        return self._values.pop(key, None) is not None
-
-    def num_keys(self) -> int:
-        return len(self._values)
-
     def set_timeout(self, timeout: timedelta) -> None:
         """Nothing: the scheduler knows when nobody will set a key."""

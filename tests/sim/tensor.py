@@ -278,8 +278,4 @@ _SPECIAL = {
     **{func: _refuse for func in (_aten.resize_.default, _aten.set_.source_Tensor, _aten.set_.source_Storage)},
 }
 #: Operations that make memory and write nothing.
-_FACTORIES = {
-    _aten.empty_like.default,
-    _aten.new_empty.default,
-    _aten.new_empty_strided.default,
-}
+_FACTORIES = {_aten.empty_like.default, _aten.new_empty.default, _aten.new_empty_strided.default}

@@ -10,15 +10,7 @@ import torch
 import torch.distributed as dist
 
 from sim import memory, world
-from sim.mistakes import line, noticed
-
-
-def filled(rank: int, numel: int, value: float, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    return torch.full((numel,), value, dtype=dtype, device=f"cuda:{rank}")
-
-
-def at(marker: str) -> str:
-    return line("test_nccl.py", marker)
+from sim.mistakes import faulty, filled, mistake, noticed
 
 
 def ended(work: Any) -> None:
@@ -122,9 +114,60 @@ def test_sums_have_no_order() -> None:
     assert {world.run(sum_of_bfloat16, 3, seed=seed).values[0] for seed in range(20)} == {256.0, 258.0}
 
 
-# --- one mistake each: (fault, markers that the fault names)
+# --- one mistake each
+
+MISTAKES: dict[Callable[..., Any], tuple[str, ...]] = {}
+#: Kind of the fault -> programs of one call, each with its marker; those that "would hang" name the place of both ranks.
+CALLS: dict[str, dict[str, Callable[[int, int], Any]]] = {
+    "would hang": {
+        "count": lambda rank, ranks: dist.all_reduce(filled(rank, 4 + (rank == 1), 1)),  # <count>
+        "dtype": lambda rank, ranks: dist.all_reduce(filled(rank, 4, 1, [torch.half, torch.bfloat16][rank])),  # <dtype>
+        "root": lambda rank, ranks: dist.broadcast(filled(rank, 4, 1), rank),  # <root>
+        "op": lambda rank, ranks: dist.all_reduce(  # <op>
+            filled(rank, 4, 1), [dist.ReduceOp.SUM, dist.ReduceOp.MAX][rank]
+        ),
+        "pair": lambda rank, ranks: dist.all_to_all(  # <pair>
+            [filled(rank, 1, 0) for _ in range(ranks)], [filled(rank, 1 + rank, 1), filled(rank, 1, 1)]
+        ),
+        "splits": lambda rank, ranks: dist.all_to_all_single(  # <splits>
+            filled(rank, 4, 0), filled(rank, 4, 1), [2, 2], [1, 3] if rank else [2, 2]
+        ),
+    },
+    "tensor": {
+        "strided": lambda rank, ranks: dist.all_reduce(filled(rank, 8, 1)[::2]),  # <strided>
+        "host tensor": lambda rank, ranks: dist.all_reduce(torch.ones(4)),  # <host tensor>
+    },
+    "device": {"other gpu": lambda rank, ranks: filled(1 - rank, 4, 1)},  # <other gpu>
+}
 
 
+@pytest.mark.parametrize(("kind", "name"), [(kind, name) for kind, some in CALLS.items() for name in some])
+def test_one_call(kind: str, name: str) -> None:
+    said = faulty((kind, *[name] * (2 if kind == "would hang" else 1)), CALLS[kind][name], 2)
+    assert name != "pair" or "rank 1 sends 2 elements to rank 0, which receives 1" in said, said
+
+
+@mistake(MISTAKES, "overlap", "slot")
+def input_at_wrong_slot(rank: int, ranks: int) -> None:
+    staging = filled(rank, 8, 1)
+    dist.all_gather_into_tensor(staging, staging[4 * (1 - rank) : 4 * (1 - rank) + 4])  # <slot>
+
+
+@mistake(MISTAKES, "overlap", "overlap")
+def output_overlaps_input(rank: int, ranks: int) -> None:
+    staging = filled(rank, 8, 1)
+    dist.all_to_all_single(staging[2:6], staging[:4])  # <overlap>
+
+
+def members_differ(rank: int, ranks: int) -> None:
+    dist.new_group([0, 1] if rank == 0 else [0, 1, 2])
+
+
+def test_members_differ() -> None:
+    faulty(("would hang",), members_differ, 3)
+
+
+@mistake(MISTAKES, "would hang", "kind 0", "kind 1")
 def kind_differs(rank: int, ranks: int) -> None:
     value = filled(rank, 4, 1)
     if rank:
@@ -135,41 +178,14 @@ def kind_differs(rank: int, ranks: int) -> None:
         dist.all_reduce(value)
 
 
-def count_differs(rank: int, ranks: int) -> None:
-    value = filled(rank, 4 + (rank == 1), 1)
-    dist.all_reduce(value)  # <count>
-
-
-def dtype_differs(rank: int, ranks: int) -> None:
-    value = filled(rank, 4, 1, torch.bfloat16 if rank else torch.float16)
-    dist.all_reduce(value)  # <dtype>
-
-
-def root_differs(rank: int, ranks: int) -> None:
-    dist.broadcast(filled(rank, 4, 1), rank)  # <root>
-
-
-def reduction_differs(rank: int, ranks: int) -> None:
-    dist.all_reduce(filled(rank, 4, 1), dist.ReduceOp.MAX if rank else dist.ReduceOp.SUM)  # <op>
-
-
-def pair_differs(rank: int, ranks: int) -> None:
-    device = f"cuda:{rank}"
-    sizes = [1, 1 + (rank == 1)]
-    dist.all_to_all([torch.empty(1, device=device) for _ in sizes], [filled(rank, size, 1) for size in sizes])  # <pair>
-
-
-def splits_differ(rank: int, ranks: int) -> None:
-    whole = filled(rank, 4, 1)
-    dist.all_to_all_single(torch.empty_like(whole), whole, [2, 2], [1, 3] if rank else [2, 2])  # <splits>
-
-
+@mistake(MISTAKES, "deadlock", "missing")
 def rank_missing(rank: int, ranks: int) -> None:
     value = filled(rank, 4, 1)
     if rank != 1:
         dist.all_reduce(value)  # <missing>
 
 
+@mistake(MISTAKES, "deadlock", "first of two", "second of two")
 def rank_missing_from_second(rank: int, ranks: int) -> None:
     value = filled(rank, 4, 1)
     dist.all_reduce(value)  # <first of two>
@@ -178,6 +194,7 @@ def rank_missing_from_second(rank: int, ranks: int) -> None:
     value.cpu()
 
 
+@mistake(MISTAKES, "may deadlock", "orders 0", "orders 1")
 def group_order_differs(rank: int, ranks: int) -> None:
     other = dist.new_group([0, 1])
     first, second = filled(rank, 4, 1), filled(rank, 4, 2)
@@ -189,66 +206,16 @@ def group_order_differs(rank: int, ranks: int) -> None:
         dist.all_reduce(first, async_op=True)
 
 
-def members_differ(rank: int, ranks: int) -> None:
-    dist.new_group([0, 1] if rank == 0 else [0, 1, 2])
-
-
-def input_at_wrong_slot(rank: int, ranks: int) -> None:
-    staging = filled(rank, 8, 1)
-    dist.all_gather_into_tensor(staging, staging[4 * (1 - rank) : 4 * (1 - rank) + 4])  # <slot>
-
-
-def output_overlaps_input(rank: int, ranks: int) -> None:
-    staging = filled(rank, 8, 1)
-    dist.all_to_all_single(staging[2:6], staging[:4])  # <overlap>
-
-
-def strided(rank: int, ranks: int) -> None:
-    dist.all_reduce(filled(rank, 8, 1)[::2])  # <strided>
-
-
-def host_tensor(rank: int, ranks: int) -> None:
-    dist.all_reduce(torch.ones(4))  # <host tensor>
-
-
+@mistake(MISTAKES, "race", "not waited", "used")
 def handle_not_waited_for(rank: int, ranks: int) -> None:
     value = filled(rank, 4, 1)
     dist.all_reduce(value, async_op=True)  # <not waited>
     value.add_(1)  # <used>
 
 
-def tensor_of_another_rank(rank: int, ranks: int) -> None:
-    torch.ones(4, device="cuda:0" if rank else "cuda:1")  # <other gpu>
-
-
-MISTAKES: dict[Callable[..., Any], tuple[str, tuple[str, ...]]] = {
-    kind_differs: ("would hang", ("kind 0", "kind 1")),
-    count_differs: ("would hang", ("count", "count")),
-    dtype_differs: ("would hang", ("dtype", "dtype")),
-    root_differs: ("would hang", ("root", "root")),
-    reduction_differs: ("would hang", ("op", "op")),
-    pair_differs: ("would hang", ("pair", "pair")),
-    splits_differ: ("would hang", ("splits", "splits")),
-    rank_missing: ("deadlock", ("missing",)),
-    rank_missing_from_second: ("deadlock", ("first of two", "second of two")),
-    group_order_differs: ("may deadlock", ("orders 0", "orders 1")),
-    members_differ: ("would hang", ()),
-    input_at_wrong_slot: ("overlap", ("slot",)),
-    output_overlaps_input: ("overlap", ("overlap",)),
-    strided: ("tensor", ("strided",)),
-    host_tensor: ("tensor", ("host tensor",)),
-    handle_not_waited_for: ("race", ("not waited", "used")),
-    tensor_of_another_rank: ("device", ("other gpu",)),
-}
-
-
 @pytest.mark.parametrize("program", MISTAKES, ids=lambda program: program.__name__)
 def test_mistakes(program: Callable[..., Any]) -> None:
-    kind, markers = MISTAKES[program]
-    fault = noticed(program, 2 if program is not members_differ else 3)
-    assert fault.kind == kind, fault
-    for marker in set(markers):
-        assert str(fault).count(at(marker)) >= markers.count(marker), fault
+    faulty(MISTAKES[program], program, 2)
 
 
 def read_too_early(rank: int, ranks: int) -> float:
@@ -302,19 +269,20 @@ def two_groups_in_turn(rank: int, ranks: int) -> None:
     assert value.cpu().tolist() == [4.0] * 4
 
 
+AT_ONCE = ("at once 0", "at once 1")
+
+
 def test_two_groups_at_once() -> None:
     """One order is enough for NCCL 2.26 with NCCL_LAUNCH_ORDER_IMPLICIT; without, the operations must not run side by side."""
     for seed in range(10):
         world.run(two_groups_at_once, 2, seed=seed)
         world.run(two_groups_in_turn, 2, seed=seed, modes=world.Modes(strict_communicators=True))
-    fault = noticed(two_groups_at_once, 2, modes=world.Modes(strict_communicators=True))
-    assert fault.kind == "may deadlock" and at("at once 0") in str(fault) and at("at once 1") in str(fault)
+    faulty(("may deadlock", *AT_ONCE), two_groups_at_once, 2, modes=world.Modes(strict_communicators=True))
 
 
 def test_two_groups_that_take_all_multiprocessors() -> None:
     """Kernels of two streams start in any order: without an order of launches one rank may start with one group, one with the other."""
-    fault = noticed(two_groups_at_once, 2, modes=world.Modes(busy=True), seeds=40)
-    assert fault.kind == "deadlock" and at("at once 0") in str(fault) and at("at once 1") in str(fault), fault
+    faulty(("deadlock", *AT_ONCE), two_groups_at_once, 2, modes=world.Modes(busy=True), seeds=40)
     for seed in range(10):
         world.run(two_groups_in_turn, 2, seed=seed, modes=world.Modes(busy=True))
 
@@ -329,8 +297,7 @@ def circle(rank: int, ranks: int) -> None:
 
 def test_three_groups_in_a_circle() -> None:
     """No two groups share two ranks, so that only the wait-for graph shows it."""
-    fault = noticed(circle, 3)
-    assert fault.kind == "deadlock" and str(fault).count(at("circle")) >= 3, fault
+    faulty(("deadlock", "circle", "circle", "circle"), circle, 3)
 
 
 def test_a_missing_rank_is_named() -> None:
