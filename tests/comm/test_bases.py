@@ -18,10 +18,11 @@ from kept import CONFIG, FULL, OTHER, SHARDS, refusing
 from ds_zipccl import comm
 from ds_zipccl.codecs import decompress
 from ds_zipccl.comm import topology
-from ds_zipccl.comm.bases import host_memory, in_place, negotiation
+from ds_zipccl.comm.bases import host_memory, in_place
 from ds_zipccl.comm.bases.shared import BaseSlot
 from ds_zipccl.comm.group_state import group_state
 from ds_zipccl.comm.host import frames, tuner
+from ds_zipccl.comm.host import gather as host_gather
 from ds_zipccl.comm.host.buffer_pool import PooledBuffers
 from ds_zipccl.policy import admission, tuner_rules
 from ds_zipccl.telemetry import counters
@@ -155,7 +156,7 @@ def replaced(rank: int, ranks: int) -> None:
 
 
 def trusting(rank: int, ranks: int) -> None:
-    negotiation._objection = lambda link, last, places: "" if last is not None else FULL
+    host_gather._objection = lambda link, last, places: "" if last is not None else FULL
     edited(rank, ranks)
 
 
@@ -278,14 +279,14 @@ def test_the_course_of_a_gather(monkeypatch: pytest.MonkeyPatch, fails: bool, re
         if fails:
             raise comm.CommError("as planted")
 
-    monkeypatch.setattr(negotiation.full, "gather", gather)
-    monkeypatch.setattr(negotiation, "_objection", lambda link, last, places: reason)
+    monkeypatch.setattr(host_gather, "gather", gather)
+    monkeypatch.setattr(host_gather, "_objection", lambda link, last, places: reason)
     link, base = SimpleNamespace(rank=0, role="zero_param", op="gather"), Watched(log)
     whole = torch.arange(8.0)
     places = whole.chunk(2)
     counters.reset()
     with pytest.raises(comm.CommError) if fails else nullcontext():
-        negotiation.gather(link, places[1], places, base)  # type: ignore[arg-type]
+        host_gather.gather_differences(link, places[1], places, base)  # type: ignore[arg-type]
     assert log == [(1, 4.0, not reason), "abandon" if fails else "end"]
     assert bool(base.lease._blocks) == fails, "memory goes back where nobody can be at work on it"
     assert [row["differences"] for row in counters.rows()] == ([] if fails else [{reason: 1}])
@@ -422,7 +423,7 @@ def together(rank: int, ranks: int) -> None:
 
 
 def equal_hashes(rank: int, ranks: int, edit: Any) -> None:
-    negotiation.region_hash = lambda region: bytes(16)
+    host_gather.region_hash = lambda region: bytes(16)
     edit(rank, ranks)
 
 

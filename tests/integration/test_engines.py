@@ -16,7 +16,7 @@ import tiers
 import torch
 from engines import DIFFERENCE, FIRST, OTHER, Lab, Model, Trained, bits, rank_program, train_each
 
-from ds_zipccl.comm.bases import negotiation
+from ds_zipccl.comm.host import gather
 
 SECTION = '{"enabled": true, "mode": "always", "reduction": "match", "min_bytes": 4096}'
 CODED, OFF = "coded", "off"
@@ -181,7 +181,7 @@ def one_bit(lab: Lab, *, proven: bool) -> None:
         whole(engine)[1000].view(torch.int16).bitwise_xor_(1)
     with pytest.MonkeyPatch.context() as patch:
         if not proven:
-            patch.setattr(negotiation, "region_hash", lambda region: bytes(16))
+            patch.setattr(gather, "region_hash", lambda region: bytes(16))
         lab.train_phase(engine, 1, "after", {OTHER: 1} if proven and lab.rank == 0 else {DIFFERENCE: 1})
         lab.train_phase(engine, 1, "later", {DIFFERENCE: 1})
 

@@ -13,7 +13,8 @@ import torch
 import torch.distributed as dist
 from engines import DIFFERENCE, FIRST, OTHER, Lab, Trained, bits, rank_program, train_each
 
-from ds_zipccl.comm.bases import negotiation, versions
+from ds_zipccl.comm.bases import versions
+from ds_zipccl.comm.host import gather
 from ds_zipccl.integration.zero import gathers
 from ds_zipccl.telemetry import counters
 
@@ -147,7 +148,7 @@ def stale(lab: Lab, *, proven: bool) -> None:
     dist.barrier()
     with pytest.MonkeyPatch.context() as patch:
         if not proven:
-            for module in (negotiation, versions):
+            for module in (gather, versions):
                 patch.setattr(module, "region_hash", lambda region: bytes(16))
         lab.train_phase(engine, 1, "after", [DIFFERENCE, OTHER] if proven and lab.rank == 0 else [DIFFERENCE])
         lab.train_phase(engine, 1, "later", [DIFFERENCE])

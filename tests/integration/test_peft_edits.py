@@ -24,7 +24,8 @@ from places import TESTS
 from tiny_llama import LlamaLab, digest, frozen, gathered, llama, section, with_adapters
 
 from ds_zipccl.comm import CommError
-from ds_zipccl.comm.bases import negotiation, versions
+from ds_zipccl.comm.bases import versions
+from ds_zipccl.comm.host import gather as host_gather
 from ds_zipccl.comm.host.buffer_pool import PooledBuffers
 from ds_zipccl.telemetry import counters
 
@@ -166,7 +167,7 @@ CASES: dict[str, Callable[[LlamaLab], None]] = {
 
 # ---- planted mistakes ----------------------------------------------------------------------------------------------
 
-_gather = negotiation.gather
+_gather = host_gather.gather_differences
 
 
 def blind_gather(ctx: Any, own: torch.Tensor, places: Any, base: Any) -> None:
@@ -184,7 +185,7 @@ def blind_gather(ctx: Any, own: torch.Tensor, places: Any, base: Any) -> None:
 #: Each makes a frozen weight that has changed look unchanged, to agreements or to gathers by messages.
 MISTAKES: dict[str, tuple[Any, str, Any]] = {
     "agreements": (versions, "same_words", lambda *tensors: True),
-    "gathers": (negotiation, "gather", blind_gather),
+    "gathers": (host_gather, "gather_differences", blind_gather),
 }
 
 # ---- tests ---------------------------------------------------------------------------------------------------------
