@@ -16,7 +16,6 @@ from ds_zipccl.comm.bases.agreed import Agreed
 from ds_zipccl.comm.bases.agreement import agree_sizes, check_frames
 from ds_zipccl.comm.bases.gather import Part, gather_parts
 from ds_zipccl.comm.bases.in_place import IN_PLACE
-from ds_zipccl.comm.bases.negotiation import Base
 from ds_zipccl.comm.bases.shared import SharedBase, allocate_bases
 from ds_zipccl.comm.bases.versions import Keeper, Kept
 from ds_zipccl.comm.group_state import calibrate
@@ -28,6 +27,7 @@ from ds_zipccl.comm.ops.p2p import irecv, isend, recv, send
 from ds_zipccl.comm.ops.reduce import reduce
 from ds_zipccl.comm.ops.reduce_scatter import reduce_scatter, reduce_scatter_tensor
 from ds_zipccl.comm.ops.reduce_to_owners import reduce_to_owners
+from ds_zipccl.comm.request import Base
 from ds_zipccl.comm.shadow_check import ShadowMismatch
 from ds_zipccl.comm.work import CommError, Work
 

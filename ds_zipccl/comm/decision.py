@@ -14,10 +14,9 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from ds_zipccl import devices, tensors
-from ds_zipccl.comm import topology
+from ds_zipccl.comm import engine, topology
 from ds_zipccl.comm.context import OpContext
 from ds_zipccl.comm.device import choice, exchange
-from ds_zipccl.comm.device.context import DeviceContext
 from ds_zipccl.comm.group_state import GroupState, group_nodes, group_state, link_profile, resolve_group
 from ds_zipccl.comm.host.tuner import CallTimer, Tuner, TunersBySize
 from ds_zipccl.comm.reduction_order import reduce_op_name
@@ -25,7 +24,7 @@ from ds_zipccl.comm.request import Request, TensorKind
 from ds_zipccl.comm.work import CommError
 from ds_zipccl.config import ZipcclConfig
 from ds_zipccl.ops import OPS
-from ds_zipccl.policy import admission, cost_model, row_rules, send_rules, tuner_rules
+from ds_zipccl.policy import admission, cost_model, send_rules, tuner_rules
 from ds_zipccl.policy.admission import Decision, Message, PassReason
 from ds_zipccl.policy.cost_model import LinkProfile
 from ds_zipccl.telemetry import counters
@@ -88,7 +87,7 @@ def decide(request: Request) -> Choice:
         return Choice(admitted)
 
     def opened() -> OpContext:
-        return open_context(request, admitted)
+        return engine.host.open_context(request, admitted)
 
     if isinstance(tuner, TunersBySize):
         tuner = tuner.at(opened, request.nbytes(), not request.async_op)
@@ -139,29 +138,6 @@ def _on_device(request: Request, state: GroupState, admitted: Decision) -> Decis
     if chosen and not exchange.pays_now(group, request.op, request.role, request.tensor, request.numel):
         return Decision.passing(PassReason.SMALL_GAIN)
     return admitted
-
-
-def open_device_context(request: Request, decision: Decision) -> DeviceContext:
-    """Return the context of a request whose frames stay on the device. Every rank calls in program order."""
-    return DeviceContext(*_call(request, decision), with_base=decision.with_base)
-
-
-def open_context(request: Request, decision: Decision) -> OpContext:
-    """Return the context of a request, with the next tags of its group. Every rank calls in program order."""
-    return OpContext(
-        *_call(request, decision),
-        nodes=group_nodes(resolve_group(request.group)) if decision.by_node else (),
-        with_base=decision.with_base,
-        sums=decision.frames and request.reduce_op is not None,
-        rows=row_rules.may_have_rows(request.config, request.op, request.role, decision.codec),
-        lossy=decision.lossy,
-    )
-
-
-def _call(request: Request, decision: Decision) -> tuple[str, dist.ProcessGroup, ZipcclConfig, str, str, torch.device]:
-    """Return the arguments that contexts of all kinds have."""
-    group = resolve_group(request.group)
-    return request.op, group, request.config, request.role, decision.codec, request.tensor.device
 
 
 def _remembered(request: Request, kind: TensorKind, state: GroupState) -> tuple[Decision, Tuner | TunersBySize | None]:

@@ -2,24 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
 
-from ds_zipccl.comm.context import OpContext
-from ds_zipccl.comm.device.context import DeviceContext
-from ds_zipccl.comm.group_state import group_state
-from ds_zipccl.comm.host.repeats.memory import Places
-from ds_zipccl.comm.reduction_order import Arithmetic, arithmetic
-from ds_zipccl.comm.shadow_check import Plain, Tolerance
+from ds_zipccl.comm.context import Call, OpContext
+from ds_zipccl.comm.group_state import group_size, group_state, resolve_group
+from ds_zipccl.comm.host.buffer_pool import PooledBuffers
+from ds_zipccl.comm.host.repeats.memory import is_again
+from ds_zipccl.comm.reduction_order import Reduction, arithmetic, reduce_op_name
+from ds_zipccl.comm.shadow_check import LossyShadow, Plain, Shadow, Tolerance
 from ds_zipccl.config import ZipcclConfig
 from ds_zipccl.lossy import LossyCodec
 from ds_zipccl.ops import OPS
-from ds_zipccl.policy import admission
+from ds_zipccl.policy import admission, repeat_rules
 from ds_zipccl.telemetry import counters
+
+if TYPE_CHECKING:
+    from ds_zipccl.comm.device.context import DeviceContext
+    from ds_zipccl.comm.device.gather import Shard
 
 
 class TensorKind(NamedTuple):
@@ -35,21 +40,48 @@ class TensorKind(NamedTuple):
         return cls(tensor.dtype, tensor.device.type, tensor.layout)
 
 
-class Schedule(Protocol):
-    """An algorithm that executes an operation with frames, over messages of pairs of ranks."""
+class Base(Protocol):
+    """The memory of an earlier gather, which ranks may hold. ``places`` are the output's shards, flat, one for each rank."""
 
-    def run(self, ctx: OpContext, inputs: list[torch.Tensor], outputs: list[torch.Tensor]) -> None:
-        """Write the outputs; blocks. Tensors are flat, contiguous, of one dtype on one device, in the element order of the request."""
+    def begin(self, ctx: OpContext, places: Sequence[torch.Tensor], buffers: PooledBuffers) -> torch.Tensor | None:
+        """Copy the shards of other ranks, as far as this rank holds them, to their places. Return the own shard of the last gather, flat,
+        or None without a last gather. Only the gather itself may change the places and the returned shard until the gather is over."""
+        ...
+
+    def end(self, ctx: OpContext, places: Sequence[torch.Tensor], last: torch.Tensor | None) -> None:
+        """Hold the contents of ``places`` from now on: the gather has succeeded. ``last`` is the result of :meth:`begin`, and may be
+        overwritten."""
+        ...
+
+    def abandon(self, ctx: OpContext) -> None:
+        """Drop the base after a failed gather of this rank; does not block."""
+        ...
+
+    def enqueue(self, ctx: DeviceContext, shard: Shard) -> None:
+        """Put a gather on the streams of a device whose frames stay there; the host waits at most for an agreement."""
+        ...
+
+    def token(self) -> Hashable:
+        """Return a value that tells bases apart, equally on all ranks; None where no value does."""
         ...
 
 
-class DeviceSchedule(Protocol):
-    """A schedule that has another algorithm over collectives in the order of a device's streams."""
+class Segments(NamedTuple):
+    """The elements of the segments of an all-to-all: of those that leave for each rank, and of those that come from each rank."""
 
-    def enqueue(self, ctx: DeviceContext, inputs: list[torch.Tensor], outputs: list[torch.Tensor]) -> None:
-        """Put the work on the streams, the last of it on the decoding stream; the host waits at most for an agreement. Tensors as for
-        ``run``."""
-        ...
+    leaving: Sequence[int]
+    coming: Sequence[int]
+
+
+class Owned(NamedTuple):
+    """The slices of a sum that each rank owns, in elements in memory order; whether no element has two owners."""
+
+    spans: Sequence[Sequence[slice]]
+    disjoint: bool
+
+
+#: The defaults of operations of other kinds.
+_NO_SUM, _NO_SEGMENTS, _NO_OWNERS = Reduction("fp32", "", -1), Segments((), ()), Owned((), True)
 
 
 @dataclass(slots=True)  # not frozen: freezing would double the time to make a request, which counts in small messages
@@ -78,9 +110,11 @@ class Request:
         nodes: the ranks of each node if the operation is a sum in two levels, see :mod:`ds_zipccl.comm.reduction_order`.
         plain_sums: the sum is the plain collective's own, so that the call passes.
         based: ranks may hold an earlier result. ``token`` tells that result from others, equally on all ranks; None where no value does.
-    Repeats, see :mod:`ds_zipccl.comm.host.repeats.memory`:
-        again: the call may repeat messages of a forward pass.
-        places: the segments of the first exchanges of our schedule; None where they are not kept.
+        again: the call may repeat messages of a forward pass, see :mod:`ds_zipccl.comm.host.repeats.memory`.
+    What an operation has beside its tensors:
+        reduction: of a sum. base: the memory of an earlier gather. agreed: the parameters of a gather, whose frames have agreed sizes.
+        segments: of an all-to-all. owned: the slices of a sum and their owners. root: the group rank that is the source of a broadcast, or
+        that gets a sum.
     """
 
     op: str
@@ -108,8 +142,31 @@ class Request:
     row_width: int = 0
     kind: str = ""
     again: bool = False
-    places: Callable[[OpContext], Sequence[Places]] | None = None
     lossy: LossyCodec | None = None
+    reduction: Reduction = _NO_SUM
+    base: Base | None = None
+    agreed: Sequence[Any] = ()  # of :class:`ds_zipccl.comm.bases.agreed.Agreed`, above this module
+    segments: Segments = _NO_SEGMENTS
+    owned: Owned = _NO_OWNERS
+    root: int = 0
+
+    def prepare(self) -> None:
+        """Set the fields that follow from those given: whether the call may repeat messages, whether it is lossy, and its sum. Raises as
+        :func:`.reduction_order.arithmetic`."""
+        self.again = self.op in repeat_rules.OPS and self.base is None and is_again(self.config, self.role)
+        tensor = next(iter(self.outputs or self.inputs), None)
+        if self.lossy is not None:  # first: nearly every call of a job ends here
+            words = None if tensor is None else (tensor.dtype, tensor.device)
+            self.lossy = lossy_here(self.lossy, words, self.group, self.op, self.role)
+        if self.reduce_op is not None:
+            device = "" if tensor is None else tensor.device.type
+            found = arithmetic(device, self.reduce_op, self.group, self.config, self.role, self.lossy)
+            self.reduction, self.tolerance, self.nodes = found
+            self.plain_sums = found.reduction.plain
+
+    def call(self, codec: str) -> tuple[str, dist.ProcessGroup, ZipcclConfig, str, str, torch.device]:
+        """Return the arguments that contexts of all kinds have."""
+        return self.op, resolve_group(self.group), self.config, self.role, codec, self.tensor.device
 
     @property
     def tensor(self) -> torch.Tensor:
@@ -135,16 +192,6 @@ class Request:
         return not self.async_op and not OPS[self.op].one_sided
 
 
-def set_sum(request: Request, op: Any) -> Arithmetic:
-    """Set the fields of a request that follow from its sum, and return the arithmetic of the sum. Raises as :func:`arithmetic`."""
-    tensors = request.outputs or request.inputs
-    device = tensors[0].device.type if tensors else ""
-    found = arithmetic(device, op, request.group, request.config, request.role, request.lossy)
-    request.reduce_op, request.tolerance, request.nodes = op, found.tolerance, found.nodes
-    request.plain_sums = found.reduction.plain
-    return found
-
-
 _Lossy = TypeVar("_Lossy")  # a codec, or what makes factors
 
 
@@ -157,7 +204,7 @@ def lossy_here(
 ) -> _Lossy | None:
     """Return ``lossy`` where our schedules carry tensors of a dtype on a device lossily, equally on all ranks. Elsewhere the call goes
     exact, as without ``lossy``, and the reason is counted. ``words`` None: there are no tensors."""
-    if lossy is None or words is None:  # first: nearly every call of a job ends here
+    if lossy is None or words is None:
         return None
     state = group_state(group)
     if state is None:
@@ -169,3 +216,90 @@ def lossy_here(
         counters.record_exact(role, op, reason, 1)
         return None
     return lossy
+
+
+def is_small(tensor: torch.Tensor, config: ZipcclConfig) -> bool:
+    """Return whether a message like ``tensor`` passes because of its size, whatever its dtype and role are."""
+    return tensor.layout is torch.strided and admission.is_small(tensor.nbytes, config)
+
+
+# ---- checked calls
+
+
+def shadow_of(request: Request, lossy: LossyCodec | None = None) -> Shadow | LossyShadow | None:
+    """Start the plain collective beside a checked call whose values ``lossy`` changes, if any; None where the call is not checked."""
+    if request.config.check != "shadow":
+        return None
+    ranks = group_size(request.group)
+    if lossy is None:
+        return Shadow(request.plain, request.inputs, request.outputs, request.tolerance, ranks)
+    summed = "" if request.reduce_op is None else reduce_op_name(request.reduce_op)
+    twice = OPS[request.op].traffic == "all_reduce"  # contributions and the sum
+    return LossyShadow(request.plain, request.inputs, request.outputs, lossy, ranks, summed, twice)
+
+
+def compare_by(
+    call: Call,
+    shadow: Shadow | LossyShadow,
+    outputs: Sequence[torch.Tensor],
+    tell: Callable[[str], Mapping[int, str]],
+) -> None:
+    """As :func:`compare_on_all_ranks`, of operations in any order. ``tell`` returns the text of every rank of the group: a collective."""
+    try:
+        shadow.compare(outputs, call.error)
+    except Exception as error:
+        with suppress(RuntimeError):
+            tell(problem_of(call, error))
+        raise
+    said = {dist.get_global_rank(call.group, rank): text for rank, text in tell("").items() if text}
+    if said:
+        first = min(said)
+        others = f"; so did ranks {sorted(said)[1:]}" if len(said) > 1 else ""
+        raise call.error(f"the check failed on global rank {first}: {said[first]}{others}")
+
+
+def problem_of(call: Call, error: BaseException) -> str:
+    """Return the text of an error for the other ranks, which know the operation."""
+    return str(error).removeprefix(f"{call.where()}: ").strip() or repr(error)
+
+
+# ---- the elements of tensors
+
+
+def equal_shards(flat: torch.Tensor, ranks: int) -> Sequence[torch.Tensor]:
+    """Return equal shards of a flat tensor, one for each rank."""
+    shards: Sequence[torch.Tensor] = flat.split([flat.numel() // ranks] * ranks)
+    return shards
+
+
+def logical_order(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a flat view of a contiguous tensor, otherwise a flat copy."""
+    return _flat_view(tensor.contiguous())
+
+
+def memory_order(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a flat view of the memory that gloo sums: ``tensor.numel()`` elements from the tensor's first element on, for any strides.
+
+    The memory of a dense tensor is its own elements. gloo sums a tensor with gaps together with the gaps, and so do our schedules: bits
+    must not depend on the schedule. A tensor that overlaps itself may have too little memory. Then, and for tensors with gaps on other
+    devices than CPUs, the result is a copy in logical order.
+    """
+    dense = torch.ops.aten.is_non_overlapping_and_dense(tensor)
+    room = tensor.untyped_storage().nbytes() // tensor.element_size() - tensor.storage_offset()
+    return (
+        _flat_view(tensor)
+        if dense or (tensor.device.type == "cpu" and tensor.numel() <= room)
+        else logical_order(tensor)
+    )
+
+
+def _flat_view(dense: torch.Tensor) -> torch.Tensor:
+    # as_strided, because view(-1) keeps the odd stride that a tensor of one element may have
+    return dense.as_strided((dense.numel(),), (1,))
+
+
+def copy_back(written: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> None:
+    """Copy results to the caller's outputs, unless a result is a view of its output."""
+    for result, output in zip(written, outputs, strict=True):
+        if result.data_ptr() != output.data_ptr():
+            output.copy_(result.view(output.shape))

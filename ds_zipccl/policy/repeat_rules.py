@@ -7,6 +7,10 @@ from ds_zipccl.policy import wire
 
 #: Roles whose messages a recomputation repeats: those of collectives inside of layers.
 ROLES = ("ep", "sp", "tp")
+#: Their operations.
+OPS = frozenset(("all_gather", "reduce_scatter", "all_to_all", "all_reduce", "all_gather_into_tensor")) | {
+    "reduce_scatter_tensor", "all_to_all_single", "all_reduce_coalesced",
+}  # fmt: skip
 #: Segments of fewer bytes are not kept (seed: their frames are raw, and a hash would save little).
 LEAST_BYTES = wire.RAW_BELOW_BYTES
 #: Messages of one kind in a backward pass, one after the other, that repeat nothing, before the next ones are not hashed; and the number of
@@ -23,8 +27,3 @@ def keeps(config: ZipcclConfig, role: str, kind: str = "") -> bool:
 def most(config: ZipcclConfig, ranks: int) -> int:
     """Return the most bytes of segments that are kept of one direction between two ranks of a group of ``ranks``."""
     return (config.recompute_base_mib << 20) // max(1, ranks - 1)
-
-
-def fits(nbytes: int, limit: int) -> bool:
-    """Return whether a segment is kept."""
-    return LEAST_BYTES <= nbytes <= limit

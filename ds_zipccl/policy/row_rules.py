@@ -56,8 +56,3 @@ def block(configured: int, width: int, kind: str) -> int:
 def search_fits(rows: Sequence[int], staging_mib: int) -> bool:
     """Return whether the searches of segments of ``rows`` rows fit the memory for frames, ``staging_mib`` MiB."""
     return SEARCH_BYTES * sum(rows) <= staging_mib << 20
-
-
-def trial(candidates: int) -> int:
-    """Return the distance between the rows of a trial, so that they spread over ``candidates`` rows."""
-    return max(1, candidates // TRIAL_ROWS)

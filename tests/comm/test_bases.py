@@ -17,10 +17,11 @@ from kept import CONFIG, FULL, OTHER, SHARDS, refusing
 from ds_zipccl import comm
 from ds_zipccl.codecs import decompress
 from ds_zipccl.comm import topology
-from ds_zipccl.comm.bases import host_memory, in_place, negotiation
+from ds_zipccl.comm.bases import host_memory, in_place
 from ds_zipccl.comm.bases.shared import BaseSlot
 from ds_zipccl.comm.group_state import group_state
 from ds_zipccl.comm.host import frames, tuner
+from ds_zipccl.comm.host import gather as host_gather
 from ds_zipccl.comm.host.buffer_pool import PooledBuffers
 from ds_zipccl.policy import admission, tuner_rules
 from ds_zipccl.telemetry import counters
@@ -169,7 +170,7 @@ def replaced(rank: int, ranks: int) -> None:
 
 
 def trusting(rank: int, ranks: int) -> None:
-    negotiation._objection = lambda link, last, places: "" if last is not None else FULL
+    host_gather._objection = lambda link, last, places: "" if last is not None else FULL
     edited(rank, ranks, "in place")
 
 
@@ -301,7 +302,7 @@ def together(rank: int, ranks: int) -> None:
 
 
 def equal_hashes(rank: int, ranks: int, kind: str) -> None:
-    negotiation.region_hash = lambda region: bytes(16)
+    host_gather.region_hash = lambda region: bytes(16)
     edited(rank, ranks, kind)
 
 

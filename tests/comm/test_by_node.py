@@ -21,7 +21,7 @@ from sums import bell, wild
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from ds_zipccl import comm
-from ds_zipccl.comm.host import exchange_by_node
+from ds_zipccl.comm.host import exchange as host_exchange
 from ds_zipccl.comm.host.buffer_pool import POOL
 from ds_zipccl.comm.host.pipeline import Exchange
 from ds_zipccl.comm.transport import TRANSPORTS
@@ -67,8 +67,8 @@ def by_node(rank: int, ranks: int, nodes: Nodes, seeds: range) -> int:
     levels.pretend(nodes)
     small_fragments()
     went = []
-    real = exchange_by_node.exchange_by_node
-    comm.ops.all_to_all.exchange_by_node = lambda *args: (went.append(1), real(*args))
+    real = host_exchange.exchange_by_node
+    host_exchange.exchange_by_node = lambda *args: (went.append(1), real(*args))
     for seed in seeds:
         exchange(rank, ranks, seed, later=seed % 3 == 0)
         numel = ranks * (0, 1, 700, 150_000)[seed % 4]
@@ -96,30 +96,30 @@ def every_bit_arrives(rank: int, ranks: int, nodes: Nodes) -> None:
 
 def wrong_part() -> None:
     """Planted: the parts of a stream are cut one element too late."""
-    part = exchange_by_node._Stream.part
+    part = host_exchange._Stream.part
 
     def late(self: Any, at: int, step: int) -> tuple[slice, slice]:
         here, there = part(self, at, step)
         moved = slice(here.start + 1, here.stop + 1) if not at and here.stop < self.numel(step) else here
         return moved, there
 
-    exchange_by_node._Stream.part = late  # type: ignore[method-assign]
+    host_exchange._Stream.part = late  # type: ignore[method-assign]
 
 
 def wrong_order() -> None:
     """Planted: a forwarder sends its streams in another order than its neighbors expect."""
-    init = exchange_by_node._NodeExchange.__init__
+    init = host_exchange._NodeExchange.__init__
 
     def turned(self: Any, *args: Any) -> None:
         init(self, *args)
         self._carried.reverse()
 
-    exchange_by_node._NodeExchange.__init__ = turned  # type: ignore[method-assign]
+    host_exchange._NodeExchange.__init__ = turned  # type: ignore[method-assign]
 
 
 def input_written() -> None:
     """Planted: an input is read where the output has been written already."""
-    exchange_by_node.detached = lambda sources, written, homes: sources
+    host_exchange.detached = lambda sources, written, homes: sources
 
 
 @pytest.mark.full(reason="mistakes that no other test needs")
@@ -288,7 +288,7 @@ def ordinary_frames(rank: int, ranks: int, count: int, config: ZipcclConfig) -> 
 
 def nothing_kept() -> None:
     """Planted: a counterpart takes the memory in front of a fragment for the earlier rows, without having kept them."""
-    place = exchange_by_node._NodeExchange._place
+    place = host_exchange._NodeExchange._place
 
     def lost(self: Any, stream: Any, step: int) -> Any:
         there, earlier = place(self, stream, step)
@@ -296,7 +296,7 @@ def nothing_kept() -> None:
             earlier.zero_()
         return there, earlier
 
-    exchange_by_node._NodeExchange._place = lost  # type: ignore[method-assign]
+    host_exchange._NodeExchange._place = lost  # type: ignore[method-assign]
 
 
 @pytest.mark.full(reason="a mistake that no other test needs")

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from operations import Coded, arguments
 
 from ds_zipccl import FrameError, comm
-from ds_zipccl.comm import decision, execution
+from ds_zipccl.comm import decision, engine, execution
 from ds_zipccl.comm import group_state as states
 from ds_zipccl.comm.decision import _mixture, _remembered, decide, decision_memory
 from ds_zipccl.comm.execution import execute
@@ -460,12 +460,10 @@ def carried_out(
     monkeypatch.setattr(decision, "group_state", lambda group: SimpleNamespace())
     monkeypatch.setattr(decision, "resolve_group", lambda group: "the group")
     monkeypatch.setattr(decision, "_remembered", lambda request, kind, state: (CODED, tuner))
-    monkeypatch.setattr(
-        execution, "_execute_coded", lambda choice, request, schedule: f"{choice.decision} {choice.timer is tuner}"
-    )
+    monkeypatch.setattr(engine, "start", lambda request, decision, timer: f"{decision} {timer is tuner}")
     usual = {"outputs": [torch.ones(NUMEL)], "plain": plain, "token": "t", "numel": 2 * NUMEL}
     request = request_of(later=later, **{**usual, **more})
-    return execute(decide(request), request, None)  # type: ignore[arg-type]
+    return execute(decide(request), request)
 
 
 def test_a_plain_call_is_timed_and_counted(monkeypatch: pytest.MonkeyPatch) -> None:

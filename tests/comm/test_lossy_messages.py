@@ -24,7 +24,7 @@ from ds_zipccl import comm
 from ds_zipccl.codecs import project
 from ds_zipccl.comm import request
 from ds_zipccl.comm.group_state import group_state
-from ds_zipccl.comm.host import exchange_by_node, gather
+from ds_zipccl.comm.host import exchange, gather
 from ds_zipccl.comm.host.buffer_pool import PooledBuffers
 from ds_zipccl.comm.lossy.frames import LossyFrames
 from ds_zipccl.comm.lossy.squared_error import squared_error
@@ -328,7 +328,7 @@ def several_nodes(rank: int, ranks: int) -> list[str]:
 
         setattr(place, name, noted)
 
-    noting(exchange_by_node._NodeExchange, "run")
+    noting(exchange._NodeExchange, "run")
     noting(gather.NodeGather, "send")
     levels.pretend([[0, 2], [1, 3]])
     for codec in CODECS:

@@ -24,12 +24,13 @@ from sums import MIB, all_reduce_by_memory, assert_same_sums, bell, coded, other
 from test_pipeline import in_small_pieces
 
 from ds_zipccl import comm
-from ds_zipccl.comm import reduction_order, topology
+from ds_zipccl.comm import topology
 from ds_zipccl.comm.group_state import find_nodes, group_nodes
 from ds_zipccl.comm.host import sums as host_sums
 from ds_zipccl.comm.host import sums_by_node
 from ds_zipccl.comm.ops import reduce_to_owners
 from ds_zipccl.comm.ops.reduce_to_owners import Owners, spans_of
+from ds_zipccl.comm.request import Owned
 from ds_zipccl.config import ZipcclConfig
 from ds_zipccl.policy import admission, cost_model, tuner_rules
 from ds_zipccl.policy.admission import Message
@@ -411,8 +412,8 @@ def to_owners(rank: int, ranks: int, nodes: Nodes, sizes: Sequence[int]) -> None
         average = case.random() < 0.3
         everyone, own = [fill(peer, size, kind, size) for peer in range(ranks)], mask(owned, rank)
         spans = reduce_to_owners.spans_of(everyone[0], owned, ranks)
-        reduction = reduction_order.Reduction("fp32", "SUM", ranks)
-        used.add(type(reduce_to_owners._schedule(spans, size, nodes, reduction)).__name__)
+        owned_by = Owned(spans, reduce_to_owners._disjoint(spans))
+        used.add(host_sums.owners_schedule(owned_by, size, nodes).__name__)
         for more in ({}, {"codec": "raw"}, {"check": "shadow"}):
             got = everyone[rank].clone()
             op = dist.ReduceOp.AVG if average else dist.ReduceOp.SUM
@@ -421,7 +422,7 @@ def to_owners(rank: int, ranks: int, nodes: Nodes, sizes: Sequence[int]) -> None
             sums.assert_same_sums(got[own], in_two_levels(everyone, nodes, average)[own], kind)
     assert not any(row["passed"] for row in counters.rows())
     # with two nodes contributions that go straight never crowd a link
-    assert used == {"_Straight", "_ToAll"} | ({"_ByShards"} if len(nodes) > 2 else set()) or len(sizes) == 1
+    assert used == {"straight", "to_all"} | ({"by_shards"} if len(nodes) > 2 else set()) or len(sizes) == 1
 
 
 for nodes in (nodes_of(2, 2), nodes_of(2, 4), MIXED):

@@ -21,13 +21,11 @@ import ds_zipccl
 from ds_zipccl import comm, tensors
 from ds_zipccl.codecs import region_hash
 from ds_zipccl.comm import execution
-from ds_zipccl.comm.decision import Choice
 from ds_zipccl.comm.group_state import group_state
-from ds_zipccl.comm.host import side_stream
+from ds_zipccl.comm.host import engine
 from ds_zipccl.comm.host import staging as host_staging
 from ds_zipccl.comm.host.buffer_pool import POOL, PooledBuffers
-from ds_zipccl.comm.host.side_stream import SideStream
-from ds_zipccl.comm.host.staging import HostStaging
+from ds_zipccl.comm.host.staging import HostStaging, SideStream
 from ds_zipccl.comm.request import Request
 from ds_zipccl.comm.transport.protocol import TAGS_PER_COLLECTIVE
 from ds_zipccl.comm.work import CommError
@@ -59,7 +57,7 @@ def frame_of(tensor: torch.Tensor, codec: str = "cascade") -> torch.Tensor:
 def runtime(monkeypatch: pytest.MonkeyPatch) -> Iterator[LazyRuntime]:
     yield lazy_device.install(monkeypatch)
     host_staging._frame_kernels.cache_clear()
-    side_stream._idle.clear()
+    host_staging._idle.clear()
 
 
 def refused(error: FrameError) -> CommError:
@@ -206,13 +204,13 @@ def copies_of_the_plain_collective(rank: int, ranks: int) -> None:
     """The plain collective on copies, as where schedules compete: the copies back are on a stream of ours, and waited for."""
     with pytest.MonkeyPatch.context() as patch:
         runtime = lazy_device.install(patch)
-        copy_back, used = execution._copy_back, []
+        copy_back, used = execution.copy_back, []
 
         def lazily(*arguments: Any) -> None:
             used.append(runtime.current_stream())
             used[0].put(lambda: copy_back(*arguments))
 
-        patch.setattr(execution, "_copy_back", lazily)
+        patch.setattr(execution, "copy_back", lazily)
         outputs = torch.full((ranks, 50), -1.0).repeat_interleave(2, 1)[:, ::2].unbind()
         request = Request(
             "all_gather", [torch.full((50,), float(rank))], outputs, None, True, CODED, "dp",
@@ -242,21 +240,19 @@ def test_the_copies_of_a_shadow_come_first(runtime: LazyRuntime, monkeypatch: py
         def __init__(self, *arguments: Any) -> None:
             self.working = HostStaging(CPU, "auto").working
 
-    class Schedule:
-        def run(self, ctx: Any, inputs: Any, outputs: Any) -> None:
-            runtime.current_stream().put(lambda: done.append("ours"))
+    def ours(ctx: Any, request: Any, inputs: Any, outputs: Any) -> None:
+        runtime.current_stream().put(lambda: done.append("ours"))
 
-    monkeypatch.setattr(execution, "Shadow", Shadow)
-    monkeypatch.setattr(execution, "compare_on_all_ranks", lambda ctx, shadow, *outputs: shadow.compare(*outputs))
-    monkeypatch.setattr(execution, "open_context", Context)
-    monkeypatch.setattr(execution, "group_size", lambda group: 2)
+    monkeypatch.setattr(engine, "shadow_of", Shadow)
+    monkeypatch.setattr(engine, "compare_on_all_ranks", lambda ctx, shadow, *outputs: shadow.compare(*outputs))
+    monkeypatch.setattr(engine, "open_context", Context)
+    monkeypatch.setitem(engine.COLLECTIVES, "all_reduce", ours)
     config = ZipcclConfig(enabled=True, mode="always", check="shadow")
     flat = words(0)
     request = Request(
         "all_reduce", (), (flat,), None, False, config, "gradients", lambda *arguments: None, flat.numel(), 0.0
     )
-    choice = Choice(Decision(True, "raw", ""))
-    execution._execute_coded(choice, request, Schedule())  # type: ignore[arg-type]
+    engine.start(request, Decision(True, "raw", ""))
     assert done == ["copies", "ours"]
 
 
@@ -279,13 +275,13 @@ def route() -> Iterator[CudaBackend]:
     host_staging._frame_kernels.cache_clear()
     yield launcher.route()
     host_staging._frame_kernels.cache_clear()
-    side_stream._idle.clear()
+    host_staging._idle.clear()
 
 
 def round_trips(rank: int, ranks: int) -> list[tuple[int, int]]:
     """Frames of tensors that the caller's stream writes, back into tensors that it reads; the memory is used again at once. Returns the
     waits of the host for the frames of each codec, and for all of its work."""
-    side_stream._idle.clear()  # of the last run's GPU
+    host_staging._idle.clear()  # of the last run's GPU
     there, counted = torch.device("cuda", rank), []
     wanted = [words(seed) for seed in range(3)]
     with torch.inference_mode():

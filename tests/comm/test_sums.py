@@ -18,7 +18,7 @@ from sums import bell, coded
 
 from ds_zipccl import comm
 from ds_zipccl.comm import reduction_order, spans
-from ds_zipccl.comm.host import replicated
+from ds_zipccl.comm.host import sums as host_sums
 from ds_zipccl.comm.transport import gloo
 from ds_zipccl.config import ZipcclConfig
 from ds_zipccl.frame import HEADER_BYTES
@@ -203,8 +203,8 @@ def everywhere(rank: int, ranks: int, flushing: Sequence[int] = ()) -> None:
 
 
 def hash_of_the_first_half() -> None:
-    whole = replicated.region_hash
-    replicated.region_hash = lambda tensor: whole(tensor[: (tensor.numel() + 1) // 2])
+    whole = host_sums.region_hash
+    host_sums.region_hash = lambda tensor: whole(tensor[: (tensor.numel() + 1) // 2])
 
 
 def products() -> None:
@@ -213,13 +213,13 @@ def products() -> None:
     def add(self: Any, rank: int, into: torch.Tensor) -> None:
         into.mul_(3) if rank == 2 else None
 
-    replicated._Alike.add = add  # type: ignore[method-assign]
+    host_sums._Alike.add = add  # type: ignore[method-assign]
 
 
 def of_one_rank() -> None:
     """Forget that ranks flush denormals."""
-    fold = replicated.Reduction.fold
-    replicated.Reduction.fold = lambda self, *args: fold(self, *args[:-1])  # type: ignore[method-assign]
+    fold = host_sums.Reduction.fold
+    host_sums.Reduction.fold = lambda self, *args: fold(self, *args[:-1])  # type: ignore[method-assign]
 
 
 @pytest.mark.parametrize(

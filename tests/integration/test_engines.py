@@ -17,7 +17,8 @@ import torch
 import torch.distributed as dist
 from engines import DIFFERENCE, FIRST, OTHER, Lab, Model, Trained, bits, rank_program, train_each
 
-from ds_zipccl.comm.bases import negotiation, versions
+from ds_zipccl.comm.bases import versions
+from ds_zipccl.comm.host import gather
 from ds_zipccl.integration.zero import gathers
 from ds_zipccl.telemetry import counters
 
@@ -213,7 +214,7 @@ def one_bit(lab: Lab, *, proven: bool) -> None:
         whole(engine)[1000].view(torch.int16).bitwise_xor_(1)
     with pytest.MonkeyPatch.context() as patch:
         if not proven:
-            patch.setattr(negotiation, "region_hash", lambda region: bytes(16))
+            patch.setattr(gather, "region_hash", lambda region: bytes(16))
         lab.train_phase(engine, 1, "after", {OTHER: 1} if proven and lab.rank == 0 else {DIFFERENCE: 1})
         lab.train_phase(engine, 1, "later", {DIFFERENCE: 1})
 
@@ -276,7 +277,7 @@ def stale(lab: Lab, *, proven: bool) -> None:
     dist.barrier()
     with pytest.MonkeyPatch.context() as patch:
         if not proven:
-            for module in (negotiation, versions):
+            for module in (gather, versions):
                 patch.setattr(module, "region_hash", lambda region: bytes(16))
         lab.train_phase(engine, 1, "after", {DIFFERENCE: 1, OTHER: 1} if proven and lab.rank == 0 else {DIFFERENCE: 1})
         lab.train_phase(engine, 1, "later", {DIFFERENCE: 1})

@@ -17,7 +17,8 @@ from programs import launch, plain_and_coded, reference
 from tiers import mostly_full
 
 from ds_zipccl.comm import CommError, topology
-from ds_zipccl.comm.bases import negotiation, versions
+from ds_zipccl.comm.bases import versions
+from ds_zipccl.comm.host import gather as host_gather
 from ds_zipccl.comm.host.buffer_pool import PooledBuffers
 from ds_zipccl.integration.zero import gathers
 from ds_zipccl.telemetry import counters
@@ -340,7 +341,7 @@ PROGRAMS = CASES | IN_A_STEP | {"hpz": HPZ, "hpz by node": by_node, "written": w
 
 # ---- planted mistakes ----------------------------------------------------------------------------------------------
 
-_gather = negotiation.gather
+_gather = host_gather.gather_differences
 
 
 def blind_gather(ctx: Any, own: torch.Tensor, places: Any, base: Any) -> None:
@@ -358,7 +359,7 @@ def blind_gather(ctx: Any, own: torch.Tensor, places: Any, base: Any) -> None:
 #: Each makes a frozen weight that has changed look unchanged, to agreements or to gathers by messages.
 MISTAKES: dict[str, tuple[Any, str, Any]] = {
     "agreements": (versions, "same_words", lambda *tensors: True),
-    "gathers": (negotiation, "gather", blind_gather),
+    "gathers": (host_gather, "gather_differences", blind_gather),
 }
 
 # ---- tests ---------------------------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from sim.world import ALL_MODES, Machine, Modes, Outcome, replacing
 
 from ds_zipccl import devices, kernels, tensors
 from ds_zipccl.comm.device import streams
-from ds_zipccl.comm.host import side_stream
+from ds_zipccl.comm.host import staging
 from ds_zipccl.kernels import KernelBackend
 from ds_zipccl.kernels.cuda import launches
 from on_sim.launcher import observe
@@ -71,5 +71,5 @@ def _installed(route: KernelBackend | None) -> Iterator[None]:
         devices.RUNTIMES["cuda"] = torch.cuda
         # Streams and staging buffers that the package keeps for a runtime hold the machine, and its memory.
         streams._streams.pop(runtime, None)
-        for key in [key for key in side_stream._idle if key[0] is runtime]:
-            del side_stream._idle[key]
+        for key in [key for key in staging._idle if key[0] is runtime]:
+            del staging._idle[key]

@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from ds_zipccl import devices, kernels, tensors
-from ds_zipccl.comm.host import side_stream, staging
+from ds_zipccl.comm.host import staging
 from ds_zipccl.kernels.cuda.backend import Launcher
 
 POISON = 0xA5
@@ -140,5 +140,5 @@ def install(patch: pytest.MonkeyPatch) -> LazyRuntime:
     patch.setattr(staging, "add", queued(staging.add))
     patch.setattr(staging, "STAGED", {"cpu"})
     staging._frame_kernels.cache_clear()
-    side_stream._idle.clear()
+    staging._idle.clear()
     return runtime

@@ -17,10 +17,11 @@ from ds_zipccl.comm.bases.shared import SharedBase
 from ds_zipccl.comm.bases.versions import GATHER, Kept
 from ds_zipccl.comm.context import Call, OpContext
 from ds_zipccl.comm.decision import decide
-from ds_zipccl.comm.execution import compare_on_all_ranks, execute, sent_to_peers, telling_failures
+from ds_zipccl.comm.execution import execute, sent_to_peers
 from ds_zipccl.comm.group_state import group_state, resolve_group
-from ds_zipccl.comm.ops.all_gather import GatherShards, equal_shards, request_shards
-from ds_zipccl.comm.request import Request
+from ds_zipccl.comm.host.engine import compare_on_all_ranks, telling_failures
+from ds_zipccl.comm.ops.all_gather import request_shards
+from ds_zipccl.comm.request import Request, equal_shards
 from ds_zipccl.comm.shadow_check import Shadow
 from ds_zipccl.config import DEFAULT, ZipcclConfig
 from ds_zipccl.telemetry import counters
@@ -134,9 +135,8 @@ class _Gather:
         base = SharedBase([slot for one in kept if (slot := one.slot()) is not None]) if kept else None
         based = base if len(keeping) == len(self.rest) else None
         if based is not None:
-            request.based, request.token = True, based.token()
-        choice = decide(request)
-        schedule, fills = GatherShards(based), base is not None
+            request.based, request.token, request.base = True, based.token(), based
+        choice, fills = decide(request), base is not None
         if choice.decision.with_base and based is not None:
             fills = False  # the schedule does
         ctx = _raw_context(self._call) if fills else None
@@ -152,10 +152,10 @@ class _Gather:
             self.compare()
 
         if not request.async_op:
-            end(lambda: execute(choice, request, schedule))
+            end(lambda: execute(choice, request))
             return None
         with telling():
-            handle = execute(choice, request, schedule)
+            handle = execute(choice, request)
         if fills or self.whole is not self._output:
             sent = handle
             handle = work.start(GATHER, [self._output], lambda: end(sent.wait))

@@ -55,7 +55,7 @@ class InPlaceBase:
     def begin(
         self, ctx: Call, places: Sequence[torch.Tensor], buffers: PooledBuffers | None = None
     ) -> torch.Tensor | None:
-        """See :class:`.negotiation.Base`. The copy is not kept here until the gather has succeeded, because after an error the contents
+        """See :class:`.request.Base`. The copy is not kept here until the gather has succeeded, because after an error the contents
         of the peers are unknown."""
         with self._lock:
             self._prune()
@@ -63,7 +63,7 @@ class InPlaceBase:
         return None if last is None else last.shard
 
     def end(self, ctx: Call, places: Sequence[torch.Tensor], last: torch.Tensor | None) -> None:
-        """See :class:`.negotiation.Base`."""
+        """See :class:`.request.Base`."""
         own = places[ctx.rank]
         shard = own.clone() if last is None else last.copy_(own)
         span = range(places[0].data_ptr(), places[-1].data_ptr() + places[-1].nbytes)
@@ -75,10 +75,10 @@ class InPlaceBase:
             sent[_key(places)] = _Sent(shard, StorageWeakRef(own.untyped_storage()), span)
 
     def abandon(self, ctx: OpContext) -> None:
-        """See :class:`.negotiation.Base`."""
+        """See :class:`.request.Base`."""
 
     def enqueue(self, ctx: DeviceContext, shard: Shard) -> None:
-        """See :class:`.negotiation.Base`. The copy of the own shard is memory of the device, written on the decoding stream. After an
+        """See :class:`.request.Base`. The copy of the own shard is memory of the device, written on the decoding stream. After an
         agreement that raised there is no copy."""
         places = shard.whole.split(shard.own.numel())
         last = self.begin(ctx, places)
@@ -88,7 +88,7 @@ class InPlaceBase:
         counters.record_difference(ctx.role, ctx.op, reason)
 
     def token(self) -> Hashable:
-        """See :class:`.negotiation.Base`. Return None: addresses differ from rank to rank."""
+        """See :class:`.request.Base`. Return None: addresses differ from rank to rank."""
         return None
 
 

@@ -1,6 +1,12 @@
 """Gathers: every rank sends its shard to every other rank, in fragments.
 
 By node, every shard enters each other node once; the ranks of a node then forward the frame to each other, without recoding.
+
+A tensor may have changed only a little since an earlier gather. Then every rank first sends each owner the hash of the region in the
+owner's place. The owner sends a difference if it still has the shard of the last gather, and the hash of that shard equals the hashes of
+all ranks. Otherwise the owner's shard goes in full. A loaded checkpoint, an edited weight or new memory costs one full gather, never a
+wrong bit.
+A :class:`.request.Base` knows the memory of the base.
 """
 
 from __future__ import annotations
@@ -10,8 +16,17 @@ from contextlib import contextmanager
 
 import torch
 
+from ds_zipccl import tensors
+from ds_zipccl.comm.bases.proof import NOTHING_THERE, SOMETHING_ELSE
 from ds_zipccl.comm.context import OpContext
+from ds_zipccl.comm.group_state import region_hash
+from ds_zipccl.comm.host import byte_words
+from ds_zipccl.comm.host.buffer_pool import PooledBuffers
 from ds_zipccl.comm.host.pipeline import Exchange, Fragments, detached, open_exchange, run_pipeline, send_own
+from ds_zipccl.comm.request import Base, Request, equal_shards
+from ds_zipccl.telemetry import counters
+
+HASH_BYTES = 16
 
 
 def gather(
@@ -134,3 +149,79 @@ class NodeGather:
             for peer in self._through[neighbor]:
                 for place in self._coming[peer].at(step):
                     self._inside.recv(neighbor, place, base=place)
+
+
+# ---- differences against the result of an earlier gather
+
+
+def gather_differences(ctx: OpContext, own: torch.Tensor, places: Sequence[torch.Tensor], base: Base) -> None:
+    """Send ``own`` to every rank, and write the tensor of rank r to ``places[r]``, as :func:`gather` does with one flat shard.
+    Blocks."""
+    try:
+        # begin() writes the base to the places, and the own tensor may share memory with a place
+        (own,) = detached([own], places, [places[ctx.rank]])
+        last = base.begin(ctx, places, buffers := PooledBuffers())
+        reason = _objection(ctx, last, places)
+        gather(ctx, 1, [own], [[place] for place in places], base=None if reason else last)
+    except BaseException:
+        base.abandon(ctx)
+        raise
+    base.end(ctx, places, last)
+    buffers.release()
+    counters.record_difference(ctx.role, ctx.op, reason)
+
+
+def _objection(ctx: OpContext, last: torch.Tensor | None, places: Sequence[torch.Tensor]) -> str:
+    """Return the reason why this rank's shard must go in full; "" if every rank holds the shard of the last gather. Uses exchange 0."""
+    answers = {peer: tensors.empty(HASH_BYTES, torch.uint8) for peer in ctx.peers}
+    with open_exchange(ctx, 0, control=True) as exchange:
+        for peer in ctx.peers:
+            exchange.post_recv(peer, answers[peer])
+        for peer in ctx.peers:
+            exchange.send(_hashed(places[peer]), peer)
+        for peer in ctx.peers:
+            exchange.recv(peer, answers[peer])
+    if last is None:
+        return NOTHING_THERE
+    own = _hashed(last)
+    return "" if all(torch.equal(own, answer) for answer in answers.values()) else SOMETHING_ELSE
+
+
+def _hashed(region: torch.Tensor) -> torch.Tensor:
+    return tensors.of_buffer(bytearray(region_hash(region)))
+
+
+# ---- the collectives
+
+
+def gather_list(ctx: OpContext, request: Request, inputs: list[torch.Tensor], outputs: list[torch.Tensor]) -> None:
+    """A gather of one tensor; output r is the place of rank r."""
+    gather(ctx, 0, inputs, [[place] for place in outputs])
+
+
+def gather_shards(ctx: OpContext, request: Request, inputs: list[torch.Tensor], outputs: list[torch.Tensor]) -> None:
+    """A gather in which each output consists of the shards of all ranks; as differences if all ranks hold the same base."""
+    places = list(zip(*(equal_shards(whole, ctx.size) for whole in outputs), strict=True))
+    if request.base is not None and ctx.with_base:
+        gather_differences(ctx, inputs[0], [place for (place,) in places], request.base)
+    else:
+        gather(ctx, 0, inputs, places)
+
+
+def broadcast(ctx: OpContext, request: Request, inputs: list[torch.Tensor], outputs: list[torch.Tensor]) -> None:
+    """The root compresses each fragment once and sends it to every peer. Bytes may go as words of another dtype."""
+    fragments, sends = Fragments(ctx, [*inputs, *outputs]), ctx.rank == request.root
+    with open_exchange(ctx) as exchange:
+        if byte_words.is_bytes([*inputs, *outputs][0].dtype, ctx):
+            exchange.set_coder(byte_words.ByteCoder(ctx))
+
+        def post(step: int) -> None:
+            exchange.next_step()
+            for fragment in fragments.at(step):
+                exchange.send(fragment, *ctx.peers) if sends else exchange.post_recv(request.root, fragment)
+
+        def take(step: int) -> None:
+            for fragment in fragments.at(step):
+                sends or exchange.recv(request.root, fragment)
+
+        run_pipeline(fragments.steps, post, take)

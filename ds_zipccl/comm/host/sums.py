@@ -1,5 +1,5 @@
 """Sums of shards: every rank sends each peer its shard, and adds the shards that arrive for its own place; or in two levels, see
-:mod:`.sums_by_node`."""
+:mod:`.sums_by_node`. Of tensors that are the same on all ranks only hashes travel."""
 
 from __future__ import annotations
 
@@ -9,11 +9,21 @@ from contextlib import contextmanager
 
 import torch
 
+from ds_zipccl import tensors
 from ds_zipccl.comm.context import OpContext
-from ds_zipccl.comm.host.pipeline import Exchange, Fragments, Received, detached, open_exchange, run_pipeline
+from ds_zipccl.comm.group_state import region_hash
+from ds_zipccl.comm.host.buffer_pool import PooledBuffers
+from ds_zipccl.comm.host.gather import open_gather
+from ds_zipccl.comm.host.pipeline import Exchange, Fragments, Received, SpanView, detached, open_exchange, run_pipeline
 from ds_zipccl.comm.host.sums_by_node import NodeAdder
 from ds_zipccl.comm.reduction_order import Reduction
-from ds_zipccl.comm.spans import within
+from ds_zipccl.comm.request import Owned, Request
+from ds_zipccl.comm.spans import common, cut, length, within
+from ds_zipccl.policy import wire
+
+HASH_BYTES = 16
+#: Exchange of the hashes of equal tensors; the sum over messages has the exchanges 0 and 1.
+_HASHES = 2
 
 
 def reduce_scatter(
@@ -109,3 +119,206 @@ class ShardAdder:
         """Turn the sums in ``out`` into averages if the reduction is AVG."""
         if out.numel():
             self._reduction.finish(out, self._ctx.flushing_ranks()[self._ctx.rank])
+
+
+class _Alike:
+    """:class:`ds_zipccl.comm.reduction_order.Contributions` of ranks that all have the words of ``own``. ``copy`` has them as well: sums
+    may be written to the memory of ``own``."""
+
+    def __init__(self, rank: int, own: torch.Tensor, copy: torch.Tensor, exchange: Exchange) -> None:
+        self.rank, self.own, self._copy, self._exchange = rank, own, copy, exchange
+
+    def take(self, rank: int, into: torch.Tensor) -> torch.Tensor:
+        return self._copy
+
+    def add(self, rank: int, sums: torch.Tensor) -> None:
+        self._exchange.add(self._copy, sums)
+
+    def add_taken(self, taken: torch.Tensor, sums: torch.Tensor) -> None:
+        self._exchange.add(taken, sums)
+
+
+def sum_alike(ctx: OpContext, whole: torch.Tensor, reduction: Reduction, chunk: int, index: int) -> bool:
+    """Write the sum of all ranks' tensors to flat ``whole`` if they are the same, and return whether they are; blocks.
+
+    A rank cannot know by itself that its tensor is the same elsewhere. So each rank tells every other rank a hash of 16 bytes first. All
+    ranks see the same hashes, so that all of them add by themselves or none does. The sum has the bits of the sum over messages.
+
+    Args:
+        chunk: size of the message's chunks, in elements.
+        index: the exchange of the hashes.
+    """
+    own = tensors.of_buffer(bytearray(region_hash(whole)))
+    answer = tensors.empty(HASH_BYTES, torch.uint8)
+    alike = True
+    with open_exchange(ctx, index, control=True) as exchange:
+        for peer in ctx.peers:
+            exchange.post_recv(peer, answer)
+        exchange.send(own, *ctx.peers)
+        for peer in ctx.peers:
+            alike &= torch.equal(exchange.recv(peer, answer), own)
+        if alike:
+            flushing = ctx.flushing_ranks()
+            at = 0
+            for part in Fragments(ctx, [whole])[0]:
+                buffers = PooledBuffers()
+                copy = buffers.empty(part.numel(), part.dtype, part.device).copy_(part)
+                same = _Alike(ctx.rank, part, copy, exchange)
+                reduction.fold(same, part, [slice(at, at + part.numel())], chunk, flushing)
+                buffers.release()
+                at += part.numel()
+            reduction.finish(whole, flushing[ctx.rank])
+    return alike
+
+
+# ---- the collectives
+
+
+def reduce_scatter_tensor(
+    ctx: OpContext, request: Request, inputs: list[torch.Tensor], outputs: list[torch.Tensor]
+) -> None:
+    """The input consists of equal shards."""
+    (whole,), (out,) = inputs, outputs
+    chunk = ctx.transport.ring_chunk("all_reduce", whole.numel(), whole.element_size())
+    span = slice(ctx.rank * out.numel(), (ctx.rank + 1) * out.numel())
+    reduce_scatter(ctx, whole.split([out.numel()] * ctx.size), out, request.reduction, span, chunk)
+
+
+def reduce_scatter_list(
+    ctx: OpContext, request: Request, inputs: list[torch.Tensor], outputs: list[torch.Tensor]
+) -> None:
+    """Each input is a message by itself, because gloo all-reduces each tensor of the list by itself."""
+    (out,) = outputs
+    chunk = ctx.transport.ring_chunk("all_reduce", out.numel(), out.element_size())
+    reduce_scatter(ctx, inputs, out, request.reduction, slice(0, out.numel()), chunk)
+
+
+def reduce(ctx: OpContext, request: Request, inputs: list[torch.Tensor], outputs: list[torch.Tensor]) -> None:
+    """A reduce-scatter in which the root's shard is the whole message."""
+    flat = [*inputs, *outputs][0]
+    chunk = ctx.transport.ring_chunk("reduce", flat.numel(), flat.element_size())
+    shards = [flat if rank == request.root else flat[:0] for rank in range(ctx.size)]
+    reduce_scatter(ctx, shards, shards[ctx.rank], request.reduction, slice(0, flat.numel()), chunk)
+
+
+def all_reduce(ctx: OpContext, request: Request, inputs: list[torch.Tensor], outputs: list[torch.Tensor]) -> None:
+    """Where a tensor may be the same on all ranks, and is, only hashes travel."""
+    if request.kind and ctx.staging is None and not ctx.nodes and outputs[0].numel():
+        (whole,) = outputs
+        chunk = ctx.transport.ring_chunk("all_reduce", whole.numel(), whole.element_size())
+        if sum_alike(ctx, whole, request.reduction, chunk, _HASHES):
+            ctx.count(2 * whole.nbytes * (ctx.size - 1) // ctx.size, 0)  # as the plain collective sends
+            return
+    _sum_and_gather(ctx, request.reduction, outputs)
+
+
+def _sum_and_gather(ctx: OpContext, reduction: Reduction, outputs: list[torch.Tensor]) -> None:
+    """Each rank sums a shard of the tensors laid end to end, and gathers each fragment of the sum as soon as it is ready."""
+    whole = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+    chunk = ctx.transport.ring_chunk("all_reduce", whole.numel(), whole.element_size())
+    slices = cut(whole.numel(), chunk, ctx.size)
+    shards = Fragments(ctx, [whole[part] for part in slices], exchanges=2)
+    places = [Fragments(ctx, [whole[part]], exchanges=2) for part in slices]
+    no_bases = Fragments(ctx, [])
+    with (
+        open_adder(ctx, shards, reduction, [slices[ctx.rank]], chunk) as adder,
+        open_gather(ctx, len(adder.stages), places) as gathering,
+    ):
+
+        def add(step: int) -> None:
+            gathering.expect(step)
+            adder.take(shards.at(step)[ctx.rank])
+            gathering.send(places[ctx.rank], no_bases, step)
+
+        run_pipeline(shards.steps, *adder.stages, add, *gathering.stages)
+    adder.finish(whole)
+    if len(outputs) > 1:
+        for flat, part in zip(outputs, whole.split([flat.numel() for flat in outputs]), strict=True):
+            flat.copy_(part)
+
+
+def reduce_to_owners(ctx: OpContext, request: Request, inputs: list[torch.Tensor], outputs: list[torch.Tensor]) -> None:
+    """A sum of which each rank gets the slices that it owns."""
+    one_summer = ctx.lossy is not None
+    schedule = owners_schedule(request.owned, inputs[0].numel(), request.nodes, one_summer)
+    schedule(ctx, request.owned.spans, request.reduction, inputs[0])
+
+
+def owners_schedule(
+    owned: Owned, numel: int, nodes: Sequence[Sequence[int]], one_summer: bool = False
+) -> Callable[[OpContext, Sequence[Sequence[slice]], Reduction, torch.Tensor], None]:
+    """Return the schedule of a sum of ``numel`` elements. ``nodes``: the ranks of each node if the sum goes in two levels. Then the links
+    between nodes are the slow ones, and the owners of a node share them. ``one_summer``: one rank alone sums an element, because owners
+    that sum by themselves would get different sums: their own part is exact."""
+    elements = [sum(map(length, slices)) for slices in owned.spans]
+    if nodes:
+        elements = [sum(elements[rank] for rank in ranks) for ranks in nodes]
+    if one_summer and not owned.disjoint:
+        return by_shards
+    if wire.straight_to_owners(elements, numel):
+        return straight
+    return to_all if nodes and max(elements) > numel else by_shards
+
+
+def straight(ctx: OpContext, spans: Sequence[Sequence[slice]], reduction: Reduction, whole: torch.Tensor) -> None:
+    """Every contribution goes to the owners, and the owners sum. ``spans[r]``: the slices that rank r owns."""
+    own, chunk = spans[ctx.rank], ctx.transport.ring_chunk("all_reduce", whole.numel(), whole.element_size())
+    of_peers = [span for rank, owned in enumerate(spans) if rank != ctx.rank for span in owned]
+    # this rank writes its own slices while their other owners may still wait for its contributions
+    source = whole.clone() if any(common(own, span) for span in of_peers) else whole
+    views = [SpanView(whole if rank == ctx.rank else source, owned) for rank, owned in enumerate(spans)]
+    shards = Fragments(ctx, views)
+    with open_adder(ctx, shards, reduction, own, chunk) as adder:
+
+        def take(step: int) -> None:
+            sums, places = adder.take()
+            adder.finish(sums)
+            for place, part in zip(places, sums.split(list(map(length, places))), strict=True):
+                if whole[place].data_ptr() != part.data_ptr():
+                    whole[place].copy_(part)
+
+        run_pipeline(shards.steps, *adder.stages, take)
+
+
+def by_shards(ctx: OpContext, spans: Sequence[Sequence[slice]], reduction: Reduction, whole: torch.Tensor) -> None:
+    """Every rank sums a shard of the same size, as in an all-reduce, and sends the sums to their owners only."""
+    chunk = ctx.transport.ring_chunk("all_reduce", whole.numel(), whole.element_size())
+    slices = cut(whole.numel(), chunk, ctx.size)
+    shards = Fragments(ctx, [whole[part] for part in slices], exchanges=2)
+    with (
+        open_adder(ctx, shards, reduction, [slices[ctx.rank]], chunk) as adder,
+        open_exchange(ctx, len(adder.stages), exact=True) as coming,  # one rounding, and equal sums at all owners
+    ):
+
+        def parts(adding: int, step: int, owner: int) -> list[torch.Tensor]:
+            """Return the slices of ``owner`` in the fragment that rank ``adding`` sums in a step."""
+            if step >= len(shards[adding]):
+                return []
+            begin = slices[adding].start + step * shards[adding][0].numel()
+            fragment = slice(begin, begin + shards[adding][step].numel())
+            return [whole[part] for part in common(spans[owner], fragment)]
+
+        def add(step: int) -> None:
+            coming.next_step()
+            for peer in ctx.peers:
+                for part in parts(peer, step, ctx.rank):
+                    coming.post_recv(peer, part)
+            if step < len(shards[ctx.rank]):
+                adder.take()
+            for peer in ctx.peers:
+                for part in parts(ctx.rank, step, peer):
+                    coming.send(part, peer)
+
+        def take(step: int) -> None:
+            for peer in ctx.peers:
+                for part in parts(peer, step, ctx.rank):
+                    coming.recv(peer, part)
+
+        run_pipeline(shards.steps, *adder.stages, add, take)
+    for span in spans[ctx.rank]:
+        adder.finish(whole[span])
+
+
+def to_all(ctx: OpContext, spans: Sequence[Sequence[slice]], reduction: Reduction, whole: torch.Tensor) -> None:
+    """Every rank gets the whole sum. In two levels this sends less between nodes where slices have several owners in a node."""
+    _sum_and_gather(ctx, reduction, [whole])

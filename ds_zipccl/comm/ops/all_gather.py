@@ -3,79 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from ds_zipccl import tensors
-from ds_zipccl.comm.bases import agreed as agreements
-from ds_zipccl.comm.bases import negotiation
 from ds_zipccl.comm.bases.agreed import Agreed
-from ds_zipccl.comm.context import OpContext
 from ds_zipccl.comm.decision import decide
-from ds_zipccl.comm.device import gather as on_device
-from ds_zipccl.comm.device.context import DeviceContext
-from ds_zipccl.comm.device.gather import Shard
-from ds_zipccl.comm.device.streams import Stage
-from ds_zipccl.comm.execution import execute, is_small, pass_small, sent_to_peers
+from ds_zipccl.comm.execution import execute, pass_small, run, sent_to_peers
 from ds_zipccl.comm.group_state import group_size
-from ds_zipccl.comm.host.gather import gather
-from ds_zipccl.comm.host.repeats.exchange import gathered_shards
-from ds_zipccl.comm.host.repeats.memory import is_again
-from ds_zipccl.comm.request import Request, lossy_here
+from ds_zipccl.comm.request import Base, Request, is_small
 from ds_zipccl.comm.work import JoinedWork
 from ds_zipccl.config import DEFAULT, ZipcclConfig
 from ds_zipccl.lossy import LossyCodec
-
-
-@dataclass(frozen=True, slots=True)
-class _GatherLists:
-    """A gather of one tensor; output r is the place of rank r."""
-
-    def run(self, ctx: OpContext, inputs: list[torch.Tensor], outputs: list[torch.Tensor]) -> None:
-        gather(ctx, 0, inputs, [[place] for place in outputs])
-
-    def enqueue(self, ctx: DeviceContext, inputs: list[torch.Tensor], outputs: list[torch.Tensor]) -> None:
-        (own,) = inputs
-        with ctx.streams.on(Stage.DECODE):  # NCCL's gather of a list has a temporary too
-            whole = tensors.empty(own.numel() * ctx.size, own.dtype, own.device)
-            ctx.streams.order(Stage.DECODE, Stage.ENCODE)
-        on_device.gather(ctx, [Shard(own, whole, [own.numel()])])
-        for place, part in zip(outputs, equal_shards(whole, ctx.size), strict=True):
-            ctx.copy(part, place)
-
-
-@dataclass(frozen=True, slots=True)
-class GatherShards:
-    """A gather in which each output consists of the shards of all ranks. With ``base`` the output is a single one, and its shards go as
-    differences if all ranks hold the same base. With ``agreed`` the shard of the single output consists of these parameters."""
-
-    base: negotiation.Base | None
-    agreed: Sequence[Agreed] = ()
-
-    def run(self, ctx: OpContext, inputs: list[torch.Tensor], outputs: list[torch.Tensor]) -> None:
-        places = list(zip(*(equal_shards(whole, ctx.size) for whole in outputs), strict=True))
-        if self.base is not None and ctx.with_base:
-            negotiation.gather(ctx, inputs[0], [place for (place,) in places], self.base)
-        else:
-            gather(ctx, 0, inputs, places)
-
-    def enqueue(self, ctx: DeviceContext, inputs: list[torch.Tensor], outputs: list[torch.Tensor]) -> None:
-        shards = [Shard(own, whole, [own.numel()]) for own, whole in zip(inputs, outputs, strict=True)]
-        if self.agreed:
-            agreements.gather_parameters(ctx, inputs[0], outputs[0], self.agreed)
-        elif self.base is not None and ctx.with_base:
-            self.base.enqueue(ctx, shards[0])
-        else:
-            on_device.gather(ctx, shards)
-
-
-def equal_shards(flat: torch.Tensor, ranks: int) -> Sequence[torch.Tensor]:
-    """Return equal shards of a flat tensor, one for each rank."""
-    shards: Sequence[torch.Tensor] = flat.split([flat.numel() // ranks] * ranks)
-    return shards
 
 
 def all_gather(
@@ -106,11 +46,9 @@ def all_gather(
         sent=tensor.numel() * (ranks - 1),
         uncompressed_call=uncompressed_call,
         problem=f"tensor_list must have {ranks} tensors of shape {tuple(tensor.shape)}, got {shapes}" if wrong else "",
-        again=is_again(config, role),
-        places=lambda ctx: [gathered_shards(ctx, [tensor.numel()] * ctx.size, tensor.element_size())],
-        lossy=lossy_here(lossy, (tensor.dtype, tensor.device), group, "all_gather", role),
+        lossy=lossy,
     )
-    return execute(decide(request), request, _GatherLists())
+    return run(request)
 
 
 def all_gather_into_tensor(
@@ -121,7 +59,7 @@ def all_gather_into_tensor(
     *,
     config: ZipcclConfig = DEFAULT,
     role: str = "dp",
-    base: negotiation.Base | None = None,
+    base: Base | None = None,
     agreed: Sequence[Agreed] = (),
     uncompressed_call: Callable[[], Any] | None = None,
     lossy: LossyCodec | None = None,
@@ -140,7 +78,8 @@ def all_gather_into_tensor(
     request = request_shards(
         "all_gather_into_tensor", [output_tensor], [input_tensor], group, async_op, config, role, uncompressed_call
     )
-    request.lossy = lossy_here(lossy, (input_tensor.dtype, input_tensor.device), group, request.op, role)
+    request.lossy, request.base, request.agreed = lossy, base, agreed
+    request.prepare()
     if request.lossy is not None and (base is not None or agreed):
         raise ValueError(
             f"all_gather_into_tensor: got lossy={request.lossy} beside a base or agreed sizes, which are for parameters and exact; "
@@ -148,17 +87,12 @@ def all_gather_into_tensor(
         )
     if base is not None:
         request.based, request.token = True, base.token()
-    else:
-        request.again = is_again(config, role)
-        request.places = lambda ctx: [
-            gathered_shards(ctx, [input_tensor.numel()] * ctx.size, input_tensor.element_size())
-        ]
     if agreed and sum(one.numel for one in agreed) != input_tensor.numel():
         raise ValueError(
             f"agreed: the parameters have {[one.numel for one in agreed]} elements, the input has {input_tensor.numel()}; "
             "name all parameters of the input, in their order"
         )
-    return execute(decide(request), request, GatherShards(base, agreed))
+    return execute(decide(request), request)
 
 
 def all_gather_coalesced(
@@ -172,10 +106,11 @@ def all_gather_coalesced(
     uncompressed_call: Callable[[], Any] | None = None,
 ) -> Any:
     """:func:`all_gather_into_tensor` of several tensors of one dtype in one call, with the arguments of DeepSpeed's backend."""
-    request = request_shards(
-        "all_gather_coalesced", output_tensors, input_tensors, group, async_op, config, role, uncompressed_call
+    return run(
+        request_shards(
+            "all_gather_coalesced", output_tensors, input_tensors, group, async_op, config, role, uncompressed_call
+        )
     )
-    return execute(decide(request), request, GatherShards(None))
 
 
 def request_shards(

@@ -3,44 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from ds_zipccl.comm.context import OpContext
-from ds_zipccl.comm.decision import decide
-from ds_zipccl.comm.execution import execute, is_small, pass_small
+from ds_zipccl.comm.execution import pass_small, run
 from ds_zipccl.comm.group_state import group_rank, is_member, resolve_group
-from ds_zipccl.comm.host import byte_words
-from ds_zipccl.comm.host.pipeline import Fragments, open_exchange, run_pipeline
-from ds_zipccl.comm.request import Request
+from ds_zipccl.comm.request import Request, is_small
 from ds_zipccl.config import DEFAULT, ZipcclConfig
-
-
-@dataclass(frozen=True, slots=True)
-class _FromRoot:
-    """The root compresses each fragment once and sends it to every peer. Bytes may go as words of another dtype."""
-
-    root: int  # group rank
-
-    def run(self, ctx: OpContext, inputs: list[torch.Tensor], outputs: list[torch.Tensor]) -> None:
-        fragments, sends = Fragments(ctx, [*inputs, *outputs]), ctx.rank == self.root
-        with open_exchange(ctx) as exchange:
-            if byte_words.is_bytes([*inputs, *outputs][0].dtype, ctx):
-                exchange.set_coder(byte_words.ByteCoder(ctx))
-
-            def post(step: int) -> None:
-                exchange.next_step()
-                for fragment in fragments.at(step):
-                    exchange.send(fragment, *ctx.peers) if sends else exchange.post_recv(self.root, fragment)
-
-            def take(step: int) -> None:
-                for fragment in fragments.at(step):
-                    sends or exchange.recv(self.root, fragment)
-
-            run_pipeline(fragments.steps, post, take)
 
 
 def broadcast(
@@ -76,5 +47,6 @@ def broadcast(
         sent=tensor.numel() * sends,
         uncompressed_call=uncompressed_call,
         memory_order=True,
+        root=root,
     )
-    return execute(decide(request), request, _FromRoot(root))
+    return run(request)

@@ -18,7 +18,6 @@ from ds_zipccl import codecs, tensors
 from ds_zipccl.comm import work
 from ds_zipccl.comm.context import OpContext
 from ds_zipccl.comm.decision import decide_message
-from ds_zipccl.comm.execution import logical_order
 from ds_zipccl.comm.group_state import group_rank, group_state, is_member, resolve_group
 from ds_zipccl.comm.host.buffer_pool import POOL
 from ds_zipccl.comm.host.p2p import choice
@@ -28,7 +27,7 @@ from ds_zipccl.comm.host.p2p.message import Incoming, Outgoing
 from ds_zipccl.comm.host.pipeline import abandon
 from ds_zipccl.comm.lossy.factors import Factored, Factoring
 from ds_zipccl.comm.lossy.frames import project_alone
-from ds_zipccl.comm.request import lossy_here
+from ds_zipccl.comm.request import logical_order, lossy_here
 from ds_zipccl.comm.shadow_check import Shadow
 from ds_zipccl.comm.transport.protocol import TAGS_PER_RANGE, TagRange
 from ds_zipccl.comm.work import PostedWork, Work

@@ -3,35 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from ds_zipccl.comm.context import OpContext
-from ds_zipccl.comm.decision import decide
-from ds_zipccl.comm.execution import execute
+from ds_zipccl.comm.execution import run
 from ds_zipccl.comm.group_state import group_rank, is_member, resolve_group
-from ds_zipccl.comm.host.sums import reduce_scatter
-from ds_zipccl.comm.reduction_order import Reduction
-from ds_zipccl.comm.request import Request, lossy_here, set_sum
+from ds_zipccl.comm.request import Request
 from ds_zipccl.config import DEFAULT, ZipcclConfig
 from ds_zipccl.lossy import LossyCodec
-
-
-@dataclass(frozen=True, slots=True)
-class _ToRoot:
-    """A reduce-scatter in which the root's shard is the whole message."""
-
-    root: int  # group rank
-    reduction: Reduction
-
-    def run(self, ctx: OpContext, inputs: list[torch.Tensor], outputs: list[torch.Tensor]) -> None:
-        flat = [*inputs, *outputs][0]
-        chunk = ctx.transport.ring_chunk("reduce", flat.numel(), flat.element_size())
-        shards = [flat if rank == self.root else flat[:0] for rank in range(ctx.size)]
-        reduce_scatter(ctx, shards, shards[ctx.rank], self.reduction, slice(0, flat.numel()), chunk)
 
 
 def reduce(
@@ -54,7 +35,6 @@ def reduce(
     root = group_rank(group, dst, group_dst)
     root_globally = dist.get_global_rank(resolve_group(group), root)
     adds = dist.get_rank(group) == root
-    lossy = lossy_here(lossy, (tensor.dtype, tensor.device), group, "reduce", role)
     request = Request(
         "reduce",
         [] if adds else [tensor],
@@ -69,6 +49,7 @@ def reduce(
         uncompressed_call=uncompressed_call,
         lossy=lossy,
         memory_order=True,
+        reduce_op=op,
+        root=root,
     )
-    reduction = set_sum(request, op).reduction
-    return execute(decide(request), request, _ToRoot(root, reduction))
+    return run(request)

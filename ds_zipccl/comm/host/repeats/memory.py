@@ -177,7 +177,7 @@ class RepeatMemory:
                         window = windows[peer]
                         for numel in numels:
                             nbytes = numel * words.dtype.itemsize
-                            keep = not again and repeat_rules.fits(nbytes, limit)
+                            keep = not again and repeat_rules.LEAST_BYTES <= nbytes <= limit
                             kept = window.reserve(nbytes, words, limit, self.tally) if keep else None
                             slots[index, peer].append(Slot(nbytes, kept))
                         if again:

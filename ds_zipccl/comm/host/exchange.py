@@ -1,4 +1,6 @@
-"""All-to-alls by node. All that a rank sends to another node goes to one rank there in a single segment, and is handed on inside the node.
+"""All-to-alls, straight or by node.
+
+By node, all that a rank sends to another node goes to one rank there in a single segment, and is handed on inside the node.
 
 Rank i of a node is the counterpart of rank i of every other node. A rank sends its counterpart the segments for all ranks of the
 counterpart's node, laid end to end in the order of the ranks. The counterpart decompresses each fragment, and forwards to its neighbors
@@ -21,8 +23,10 @@ import torch
 from ds_zipccl import tensors
 from ds_zipccl.comm.context import OpContext
 from ds_zipccl.comm.host.buffer_pool import PooledBuffers
-from ds_zipccl.comm.host.frames import Rows
+from ds_zipccl.comm.host.frames import Rows, rows_of
 from ds_zipccl.comm.host.pipeline import Exchange, Fragments, detached, open_exchange, run_pipeline
+from ds_zipccl.comm.request import Request
+from ds_zipccl.policy import admission
 
 #: Exchanges in flight, which share the memory for frames: between nodes, inside the node, and the parts that are forwarded.
 _EXCHANGES = 3
@@ -287,3 +291,61 @@ def _laid(whole: torch.Tensor, sources: Sequence[torch.Tensor], ranks: Sequence[
         return torch.cat([sources[rank] for rank in ranks])
     begin = sum(source.numel() for source in sources[:first])
     return whole[begin : begin + sum(sources[rank].numel() for rank in ranks)]
+
+
+# ---- the collectives
+
+
+def exchange_lists(ctx: OpContext, request: Request, inputs: list[torch.Tensor], outputs: list[torch.Tensor]) -> None:
+    """Input r goes to rank r; output r comes from rank r."""
+    _exchange(ctx, inputs, outputs, rows_of(ctx, request.row_width, request.kind))
+
+
+def exchange_segments(
+    ctx: OpContext, request: Request, inputs: list[torch.Tensor], outputs: list[torch.Tensor]
+) -> None:
+    """Segments of one input go to the ranks, segments of one output come from the ranks."""
+    segments = request.segments
+    rows, places = rows_of(ctx, request.row_width, request.kind), outputs[0].split(segments.coming)
+    if ctx.nodes:
+        even = request.numel is not None
+        exchange_by_node(ctx, inputs[0], segments.leaving, places, even, rows, _is_small(ctx, inputs))
+    else:
+        _exchange(ctx, inputs[0].split(segments.leaving), places, rows)
+
+
+def _exchange(
+    ctx: OpContext, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor], rows: Rows | None
+) -> None:
+    sources = detached(inputs, outputs, outputs)
+    exact = _is_small(ctx, inputs)
+    leaving, coming = Fragments(ctx, sources), Fragments(ctx, [outputs[peer] for peer in ctx.peers])
+    outputs[ctx.rank].copy_(sources[ctx.rank])
+    with open_exchange(ctx, rows=rows, exact=exact) as exchange:
+        for peer in ctx.peers:
+            exchange.announce(leaving[peer], peer)
+        # A frame refers to rows of earlier frames. In the home of a segment, an arriving fragment writes over them.
+        lasting = [peer for peer in ctx.peers if sources[peer].data_ptr() != outputs[peer].data_ptr()]
+        lasting = [peer for peer in lasting if not exchange.goes_as_hashes(peer)]
+        sent_rows = exchange.search_rows({peer: sources[peer] for peer in lasting})
+        received = dict.fromkeys(ctx.peers, 0)  # elements
+
+        def post(step: int) -> None:
+            exchange.next_step()
+            for peer, place in zip(ctx.peers, coming.at(step), strict=True):
+                exchange.post_recv(peer, place)
+            exchange.send_each(leaving.at(step), ctx.peers[::-1], sent_rows)
+
+        def take(step: int) -> None:
+            for peer, place in zip(ctx.peers, coming.at(step), strict=True):
+                exchange.recv(peer, place, earlier=outputs[peer][: received[peer]])
+                received[peer] += place.numel()
+
+        run_pipeline(max(leaving.steps, coming.steps), post, take)
+        if sent_rows is not None:
+            sent_rows.release()
+
+
+def _is_small(ctx: OpContext, inputs: Sequence[torch.Tensor]) -> bool:
+    """Return whether the tensors that this rank sends are too small to be lossy. Ranks may differ: a frame tells its values."""
+    return admission.is_small(sum(flat.nbytes for flat in inputs), ctx.config)

@@ -1,0 +1,162 @@
+"""The engine of groups whose collectives go in the order of a device's streams, such as those of NCCL: frames stay on the device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from ds_zipccl import tensors
+from ds_zipccl.comm.bases import agreed
+from ds_zipccl.comm.device import gather, sizes, sums
+from ds_zipccl.comm.device.context import DeviceContext
+from ds_zipccl.comm.device.exchange import exchange_even, exchange_uneven
+from ds_zipccl.comm.device.gather import Shard
+from ds_zipccl.comm.device.levels import levels_of
+from ds_zipccl.comm.device.stream_work import StreamWork
+from ds_zipccl.comm.device.streams import Stage
+from ds_zipccl.comm.device.sums import Part
+from ds_zipccl.comm.request import (
+    Request,
+    compare_by,
+    copy_back,
+    equal_shards,
+    logical_order,
+    memory_order,
+    shadow_of,
+)
+from ds_zipccl.comm.spans import cut
+from ds_zipccl.policy import wire
+from ds_zipccl.policy.admission import Decision
+from ds_zipccl.telemetry import counters
+
+Tensors = list[torch.Tensor]
+
+
+def start(request: Request, decision: Decision) -> Any:
+    """Execute a call on a device: the work is on its streams when the call returns. The current stream waits for a blocking call.
+
+    Raises:
+        CommError: a rank has refused a frame of an earlier call, or did not come within the group's timeout.
+    """
+    shadow = shadow_of(request)
+    with torch.inference_mode(), tensors.undisturbed():
+        ctx = DeviceContext(*request.call(decision.codec), with_base=decision.with_base)
+        ctx.kind = request.kind
+        inputs, outputs = _flat_on_stream(ctx, request)
+        try:
+            COLLECTIVES[request.op](ctx, request, inputs, outputs)
+            with ctx.streams.on(Stage.DECODE):
+                copy_back(outputs, request.outputs)
+        except BaseException:
+            ctx.streams.abandon([*inputs, *outputs, *request.inputs, *request.outputs])
+            raise
+        event = ctx.streams.record(Stage.DECODE)
+    keep = [*inputs, *outputs, *request.inputs, *request.outputs]
+    handle = StreamWork(ctx.where(), ctx.streams, event, request.outputs, keep)
+    logical = request.sent_bytes() if request.sends_less else ctx.logical_bytes
+    counters.record(request.role, request.op, logical, ctx.wire_bytes, ctx.streams.nbytes(), kind=request.kind)
+    if request.async_op and shadow is None:
+        return handle
+    handle.wait()
+    if shadow is not None:
+        compare_by(ctx, shadow, request.outputs, lambda text: dict(enumerate(sizes.tell(ctx, text))))
+    return handle if request.async_op else None
+
+
+def _flat_on_stream(ctx: DeviceContext, request: Request) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Return the inputs and outputs of a request, flat.
+
+    Copies are memory of a stream, so that they can be freed when any stream has waited: the caller's stream may be another one than the
+    stream that waits, and would then use their memory again too early.
+    """
+    order = memory_order if request.memory_order else logical_order
+    with ctx.streams.on(Stage.DECODE):
+        inputs, outputs = ([order(tensor) for tensor in some] for some in (request.inputs, request.outputs))
+    pairs = zip((*inputs, *outputs), (*request.inputs, *request.outputs), strict=True)
+    if any(flat.data_ptr() != tensor.data_ptr() for flat, tensor in pairs):
+        for stage in (Stage.ENCODE, Stage.WIRE):
+            ctx.streams.order(Stage.DECODE, stage)
+    return inputs, outputs
+
+
+# ---- the collectives: each puts its work on the streams, the last of it on the decoding stream; the host waits at most for an agreement
+
+
+def _gather_list(ctx: DeviceContext, request: Request, inputs: Tensors, outputs: Tensors) -> None:
+    (own,) = inputs
+    with ctx.streams.on(Stage.DECODE):  # NCCL's gather of a list has a temporary too
+        whole = tensors.empty(own.numel() * ctx.size, own.dtype, own.device)
+        ctx.streams.order(Stage.DECODE, Stage.ENCODE)
+    gather.gather(ctx, [Shard(own, whole, [own.numel()])])
+    for place, part in zip(outputs, equal_shards(whole, ctx.size), strict=True):
+        ctx.copy(part, place)
+
+
+def _gather_shards(ctx: DeviceContext, request: Request, inputs: Tensors, outputs: Tensors) -> None:
+    shards = [Shard(own, whole, [own.numel()]) for own, whole in zip(inputs, outputs, strict=True)]
+    if request.agreed:
+        agreed.gather_parameters(ctx, inputs[0], outputs[0], request.agreed)
+    elif request.base is not None and ctx.with_base:
+        request.base.enqueue(ctx, shards[0])
+    else:
+        gather.gather(ctx, shards)
+
+
+def _exchange_lists(ctx: DeviceContext, request: Request, inputs: Tensors, outputs: Tensors) -> None:
+    exchange_uneven(ctx, inputs, outputs)
+
+
+def _exchange_segments(ctx: DeviceContext, request: Request, inputs: Tensors, outputs: Tensors) -> None:
+    if request.numel is not None:
+        exchange_even(ctx, inputs[0], outputs[0])
+    else:
+        exchange_uneven(ctx, inputs[0].split(request.segments.leaving), outputs[0].split(request.segments.coming))
+
+
+def _reduce_scatter(ctx: DeviceContext, request: Request, inputs: Tensors, outputs: Tensors) -> None:
+    (whole,), (out,) = inputs, outputs
+    _sum_parts(ctx, request, [Part((whole, span)) for span in cut(whole.numel(), out.numel(), ctx.size)], out)
+
+
+def _reduce_scatter_list(ctx: DeviceContext, request: Request, inputs: Tensors, outputs: Tensors) -> None:
+    _sum_parts(ctx, request, [Part((shard, slice(0, shard.numel()))) for shard in inputs], outputs[0])
+
+
+def _sum_parts(ctx: DeviceContext, request: Request, parts: Sequence[Part], out: torch.Tensor) -> None:
+    place = Part((out, slice(0, out.numel())))
+    sums.reduce_scatter(ctx, levels_of(ctx, request.nodes), parts, place, request.reduction.divisor)
+
+
+def _all_reduce(ctx: DeviceContext, request: Request, inputs: Tensors, outputs: Tensors) -> None:
+    sums.all_reduce(ctx, levels_of(ctx, request.nodes), outputs, request.reduction.divisor)
+
+
+def _to_owners(ctx: DeviceContext, request: Request, inputs: Tensors, outputs: Tensors) -> None:
+    (whole,) = inputs
+    parts = [Part(*((whole, span) for span in spans)) for spans in request.owned.spans]
+    if request.reduction.plain:
+        sums.plain_to_owners(ctx, parts, request.reduce_op)
+        return
+    levels = levels_of(ctx, request.nodes)
+    owned = [sum(parts[rank].numel for rank in ranks) for ranks in levels.nodes]
+    if request.owned.disjoint and wire.straight_to_owners(owned, whole.numel()):
+        sums.reduce_scatter(ctx, levels, parts, parts[ctx.rank], request.reduction.divisor)
+    else:
+        sums.all_reduce(ctx, levels, [whole], request.reduction.divisor)
+
+
+#: Operation -> its function.
+COLLECTIVES: dict[str, Callable[[DeviceContext, Request, Tensors, Tensors], None]] = {
+    "all_gather": _gather_list,
+    "all_gather_into_tensor": _gather_shards,
+    "all_gather_coalesced": _gather_shards,
+    "all_to_all": _exchange_lists,
+    "all_to_all_single": _exchange_segments,
+    "reduce_scatter_tensor": _reduce_scatter,
+    "reduce_scatter": _reduce_scatter_list,
+    "all_reduce": _all_reduce,
+    "all_reduce_coalesced": _all_reduce,
+    "reduce_to_owners": _to_owners,
+}

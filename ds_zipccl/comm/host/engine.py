@@ -1,0 +1,183 @@
+"""The engine of groups that exchange messages of pairs of ranks, matched by tags, such as those of gloo."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext, suppress
+from typing import Any
+
+import torch
+
+from ds_zipccl import tensors
+from ds_zipccl.comm import work
+from ds_zipccl.comm.context import OpContext, Told, packed, unpacked
+from ds_zipccl.comm.group_state import group_nodes, resolve_group
+from ds_zipccl.comm.host import exchange, gather, sums
+from ds_zipccl.comm.host.buffer_pool import POOL
+from ds_zipccl.comm.host.pipeline import abandon
+from ds_zipccl.comm.host.repeats.exchange import gathered_shards, segments_of, summed_shards
+from ds_zipccl.comm.host.repeats.memory import Places, Repeats, Words
+from ds_zipccl.comm.host.tuner import CallTimer
+from ds_zipccl.comm.request import Request, compare_by, copy_back, logical_order, memory_order, problem_of, shadow_of
+from ds_zipccl.comm.shadow_check import LossyShadow, Shadow
+from ds_zipccl.comm.spans import cut, length
+from ds_zipccl.comm.transport.protocol import TAGS_PER_COLLECTIVE
+from ds_zipccl.ops import OPS
+from ds_zipccl.policy import repeat_rules, row_rules
+from ds_zipccl.policy.admission import Decision
+from ds_zipccl.telemetry import counters
+
+_Collective = Callable[[OpContext, Request, list[torch.Tensor], list[torch.Tensor]], None]
+#: Operation -> the function that writes the outputs, and blocks. Tensors are flat, contiguous, of one dtype on one device, in the element
+#: order of the request.
+COLLECTIVES: dict[str, _Collective] = {
+    "all_gather": gather.gather_list,
+    "all_gather_into_tensor": gather.gather_shards,
+    "all_gather_coalesced": gather.gather_shards,
+    "all_to_all": exchange.exchange_lists,
+    "all_to_all_single": exchange.exchange_segments,
+    "broadcast": gather.broadcast,
+    "reduce_scatter_tensor": sums.reduce_scatter_tensor,
+    "reduce_scatter": sums.reduce_scatter_list,
+    "reduce": sums.reduce,
+    "all_reduce": sums.all_reduce,
+    "all_reduce_coalesced": sums.all_reduce,
+    "reduce_to_owners": sums.reduce_to_owners,
+}
+
+
+def open_context(request: Request, decision: Decision) -> OpContext:
+    """Return the context of a request, with the next tags of its group. Every rank calls in program order."""
+    return OpContext(
+        *request.call(decision.codec),
+        nodes=group_nodes(resolve_group(request.group)) if decision.by_node else (),
+        with_base=decision.with_base,
+        sums=decision.frames and request.reduce_op is not None,
+        rows=row_rules.may_have_rows(request.config, request.op, request.role, decision.codec),
+        lossy=decision.lossy,
+    )
+
+
+def start(request: Request, decision: Decision, timer: CallTimer | None = None) -> Any:
+    """Execute a call by messages; blocks unless ``request.async_op``. Returns as torch.distributed does.
+
+    Raises:
+        CommError: a peer or the transport failed, or a frame was refused. The handle of an ``async_op`` call raises in ``wait()``.
+    """
+    shadow = shadow_of(request, decision.lossy)
+    # After the shadow: the context's work on a device follows what is on the caller's stream now, the shadow's copies of tensors that our
+    # schedule writes over among it.
+    ctx = open_context(request, decision)
+    if timer is not None:
+        timer.start()
+    ctx.repeats = _repeats(ctx, request)
+
+    def job() -> None:
+        # all three are states of a thread; only inference mode may write to every tensor
+        try:
+            with torch.inference_mode(), tensors.undisturbed():
+                run()
+        finally:
+            if ctx.repeats is not None:
+                ctx.repeats.end(drop=not request.async_op)
+
+    def run() -> None:
+        order = memory_order if request.memory_order else logical_order
+        with nullcontext() if shadow is None else telling_failures(ctx):
+            with ctx.working():
+                outputs = [order(tensor) for tensor in request.outputs]
+                COLLECTIVES[request.op](ctx, request, [order(tensor) for tensor in request.inputs], outputs)
+                copy_back(outputs, request.outputs)
+            if timer is not None:
+                timer.stop()
+        if shadow is not None:
+            compare_on_all_ranks(ctx, shadow, request.outputs)
+        logical = request.sent_bytes() if request.sends_less else ctx.logical_bytes
+        counters.record(request.role, request.op, logical, ctx.wire_bytes, POOL.peak, kind=request.kind)
+        if ctx.repeats is not None and ctx.repeats.count:
+            counters.record_repeats(request.role, request.op, ctx.repeats.count, kind=request.kind)
+
+    if not request.async_op:
+        job()
+        return None
+    try:
+        return work.start(request.op, request.outputs, job)
+    except BaseException:  # no thread: later operations must not wait for this one
+        if ctx.repeats is not None:
+            ctx.repeats.end(drop=False)
+        raise
+
+
+def _repeats(ctx: OpContext, request: Request) -> Repeats | None:
+    """Reserve the segments of a call that are kept, and find those that it may repeat, in program order; None where there are none."""
+    keeps = repeat_rules.keeps(request.config, request.role, request.kind)
+    if (
+        request.op not in repeat_rules.OPS
+        or request.base is not None
+        or not keeps
+        or ctx.nodes
+        or ctx.lossy is not None
+    ):
+        return None
+    return ctx.state.repeat_memory.open(
+        _places_of(ctx, request),
+        Words(request.tensor.dtype, request.tensor.device.type),
+        repeat_rules.most(request.config, ctx.size),
+        request.again,
+        f"{request.op} {request.kind}",
+        ctx.transport.timeout().total_seconds(),
+    )
+
+
+def _places_of(ctx: OpContext, request: Request) -> Sequence[Places]:
+    """Return the segments of the first exchanges of a collective that repeats, see :data:`.repeat_rules.OPS`."""
+    itemsize = request.tensor.element_size()
+    traffic = OPS[request.op].traffic
+    if traffic == "all_gather":
+        return [gathered_shards(ctx, [request.inputs[0].numel()] * ctx.size, itemsize)]
+    if traffic == "all_to_all":
+        return segments_of(request.segments.leaving, request.segments.coming, ctx)
+    if traffic == "reduce_scatter":
+        own = [tensor.numel() for tensor in request.inputs]
+        return [summed_shards(ctx, own if len(own) == ctx.size else [own[0] // ctx.size] * ctx.size, itemsize)]
+    numel = sum(tensor.numel() for tensor in request.outputs)  # contributions, then sums
+    numels = [length(part) for part in cut(numel, ctx.transport.ring_chunk("all_reduce", numel, itemsize), ctx.size)]
+    return [places(ctx, numels, itemsize, exchanges=2) for places in (summed_shards, gathered_shards)]
+
+
+# ---- checked calls
+
+#: The tag of a checked call's outcome, after those of its exchanges.
+_OUTCOME = TAGS_PER_COLLECTIVE - 1
+
+
+@contextmanager
+def telling_failures(ctx: OpContext) -> Iterator[None]:
+    """If the body of a checked call fails, tell the other ranks, which wait for the outcome of this one. Does not wait for theirs: they may
+    lack frames of this rank."""
+    try:
+        yield
+    except BaseException as error:
+        with suppress(RuntimeError):
+            abandon(_told(ctx, problem_of(ctx, error)))
+        raise
+
+
+@tensors.undisturbed()
+def compare_on_all_ranks(ctx: OpContext, shadow: Shadow | LossyShadow, outputs: Sequence[torch.Tensor]) -> None:
+    """Compare the outputs of a call that all ranks check. A collective; blocks.
+
+    Raises:
+        CommError: the outputs of a rank differ from the plain results, or a rank has failed. All ranks raise; ShadowMismatch is raised by
+            those whose outputs differ.
+    """
+
+    def tell(text: str) -> dict[int, str]:
+        texts = [unpacked(part) for part in _told(ctx, text).all()]
+        return dict(zip((ctx.rank, *ctx.peers), texts, strict=True))
+
+    compare_by(ctx, shadow, outputs, tell)
+
+
+def _told(ctx: OpContext, text: str) -> Told:
+    return Told(ctx, tensors.of_buffer(packed(text)), "the outcomes of a check", ctx.tag(_OUTCOME))
