@@ -145,7 +145,7 @@ def nccl() -> str:
     cells = [cell(column, "cuda", "nccl") for column in TRAFFIC]
     if set(cells) == {PASSES}:
         return (
-            "**NCCL groups, the default on GPUs, gain nothing yet: their traffic passes through uncoded.** CUDA tensors are coded on gloo "
+            "**NCCL groups, the default on GPUs, gain nothing yet: their traffic passes through.** CUDA tensors are coded on gloo "
             "groups only."
         )
     if any(SWITCH in text for text in cells):

@@ -101,7 +101,7 @@ def steps(page: Path) -> str:
         rows.append((name, *shown[:2], f"{gains[0]:.2f}", *shown[2:], f"{gains[1]:.2f}"))
     about = (
         f"{MODEL} Seconds of communication a step, 7B parameters in bf16, 4 nodes of 8 GPUs, a codec of 1 TB/s (assumed). Owners: "
-        f"gradients to their owners only, uncoded, with `round_robin_gradients`. Coded with ZeRO-2: owners, and differences at ratio "
+        f"gradients to their owners only, as they are, with `round_robin_gradients`. Coded with ZeRO-2: owners, and differences at ratio "
         f"{_RATIO}."
     )
     head = (

@@ -84,14 +84,14 @@ class ZipcclConfig:
     enabled: Annotated[bool, "Code the traffic of this job."] = False
     mode: Annotated[
         Literal["auto", "always", "never"],
-        "auto: for every kind of message, measure the plain collective, our schedule with uncoded frames and our schedule with "
+        "auto: for every kind of message, measure the plain collective, our schedule with raw frames and our schedule with "
         "coded frames, use the fastest, and keep measuring. always: coded. never: plain.",
     ] = "auto"
     reduction: Annotated[
         Literal["auto", "match", "fp32", "plain"],
         "Order and type of sums. match: the bits of the plain backend (gloo). fp32: accumulate in fp32 in rank order, round once; where "
         "several nodes have equally many ranks, more than one, first inside each node, then over the nodes. plain: the plain backend's own "
-        "sums, uncoded. auto: match on gloo; on NCCL fp32 or plain, decided once at the start from the nodes and the link. On NCCL no "
+        "sums. auto: match on gloo; on NCCL fp32 or plain, decided once at the start from the nodes and the link. On NCCL no "
         "order is promised by NCCL itself: it adds the ranks of a node, fp32 adds the nodes; match is refused with more than two ranks.",
     ] = "auto"
     check: Annotated[
@@ -100,7 +100,7 @@ class ZipcclConfig:
     ] = "off"
     codec: Annotated[
         Literal["cascade", "wide", "raw"],
-        "Lossless exponent coding: cascade has the best ratio, wide is faster. raw: the same schedules with uncoded frames, to "
+        "Lossless exponent coding: cascade has the best ratio, wide is faster. raw: the same schedules with raw frames, to "
         "compare.",
     ] = "cascade"
     block: Annotated[
@@ -144,15 +144,15 @@ class ZipcclConfig:
         "auto: with ZeRO-1 and ZeRO-2, send every slice of a gradient bucket only to the ranks that own it, which halves the bytes "
         "of the all-reduce. off: all-reduce the bucket.",
     ] = "auto"
-    min_bytes: Annotated[int, Within(0, _BYTES), "Messages smaller than this many bytes pass through uncoded."] = 65536
+    min_bytes: Annotated[int, Within(0, _BYTES), "Messages smaller than this many bytes pass through."] = 65536
     nccl: Annotated[
         Literal["off", "on"],
-        "on: code NCCL groups too. off, the default until these schedules have run on GPUs: NCCL groups pass through uncoded.",
+        "on: code NCCL groups too. off, the default until these schedules have run on GPUs: NCCL groups pass through.",
     ] = "off"
     nccl_min_bytes: Annotated[
         int,
         Within(0, _BYTES),
-        "On NCCL groups, messages smaller than this many bytes pass through uncoded.",
+        "On NCCL groups, messages smaller than this many bytes pass through.",
     ] = 4194304
     staging_mib: Annotated[
         int,

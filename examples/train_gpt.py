@@ -282,7 +282,7 @@ def compare(args: argparse.Namespace, script: str) -> int:
         print(f"nothing was coded: is ds_zipccl installed, and is its section in {args.ds_config} enabled?")
         return 1
     logical, wire, passed = (sent[key] / 1e6 for key in ("logical_bytes", "wire_bytes", "passed_bytes"))
-    print(f"logical bytes per rank:    {logical:.1f} MB in coded calls (and {passed:.1f} MB passed uncoded)")
+    print(f"logical bytes per rank:    {logical:.1f} MB in coded calls (and {passed:.1f} MB passed)")
     print(f"wire bytes per rank:       {wire:.1f} MB for them, {logical - wire:.1f} MB saved")
     print(f"wire ratio, coded bytes:   {logical / wire:.3f}")
     medians = [statistics.median(run["step_ms"]) for run in (plain, coded)]

@@ -245,7 +245,7 @@ def _nccl_key() -> str:
     section, config = _of_environment()
     value = config.nccl
     whence = "the default; DS_ZIPCCL is unset, and the config file decides" if section is None else "in DS_ZIPCCL"
-    meaning = "NCCL groups are coded" if value == "on" else "NCCL groups pass through uncoded"
+    meaning = "NCCL groups are coded" if value == "on" else "NCCL groups pass through"
     return f"{value}, {whence}: {meaning}"
 
 

@@ -58,7 +58,7 @@ _OFFERED = {
 #: DeepSpeed's collectives with a coded schedule: name -> parameters, in the order of those of ds_zipccl.comm.
 COLLECTIVES = {name: op.parameters for name, op in _OFFERED.items() if op.coded}
 #: DeepSpeed's collectives without a coded schedule: name -> parameters.
-UNCODED = {name: op.parameters for name, op in _OFFERED.items() if not op.coded}
+WITHOUT_SCHEDULE = {name: op.parameters for name, op in _OFFERED.items() if not op.coded}
 _DEFAULTS = {
     "op": ReduceOp.SUM,
     "group": None,
@@ -154,7 +154,7 @@ def _coded(name: str) -> Callable[..., Any]:
 
 def _counted(name: str) -> Callable[..., Any]:
     """Return the backend's method for a collective without a coded schedule: DeepSpeed's own, counted."""
-    plain, parameters = getattr(TorchBackend, name), UNCODED[name]
+    plain, parameters = getattr(TorchBackend, name), WITHOUT_SCHEDULE[name]
 
     @functools.wraps(plain)
     def method(self: ZipcclBackend, *args: Any, **kwargs: Any) -> Any:
@@ -288,7 +288,7 @@ class ZipcclBackend(TorchBackend):  # type: ignore[misc]
 
 for _name in COLLECTIVES:
     setattr(ZipcclBackend, _name, _collective(_name))
-for _name in UNCODED:
+for _name in WITHOUT_SCHEDULE:
     setattr(ZipcclBackend, _name, _counted(_name))
 if not hook_points.fits("TorchBackend.batch_isend_irecv", TorchBackend):
     del ZipcclBackend.batch_isend_irecv

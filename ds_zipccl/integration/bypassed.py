@@ -90,7 +90,7 @@ FEATURES = (
     Feature(
         "DeepCompile",
         "`compile.deepcompile` with ZeRO-1, ZeRO-2 or ZeRO-3, without the passes `autosp` and `autotp`",
-        "after engine.compile() gradients, and with ZeRO-3 gathers, go by NCCL calls of its own, uncoded",
+        "after engine.compile() gradients, and with ZeRO-3 gathers, go by NCCL calls of its own, plain",
         "set compile.deepcompile to false; engine.compile() without it is coded",
         _deepcompile,
         of_zero=True,
@@ -98,7 +98,7 @@ FEATURES = (
     Feature(
         "DeepEP",
         '`expert_parallel.comm_backend` is `"deepep"`, with `autoep_size` above 1',
-        "the rows of experts go by kernels of its own, uncoded",
+        "the rows of experts go by kernels of its own, plain",
         'set expert_parallel.comm_backend to "comm"',
         _deepep,
     ),
@@ -146,14 +146,14 @@ FEATURES = (
     Feature(
         "DDP, FSDP or DTensor in the model",
         "classes of the engine's model and of its parameters, once the engine is made",
-        "their traffic goes over torch's process groups, uncoded",
+        "their traffic goes over torch's process groups, plain",
         "give DeepSpeed the plain model",
         lambda facts: bool(_OF_TORCH & facts.classes),
     ),
     Feature(
         "DDP, FSDP or DTensor beside the engine, `torch.distributed.nn`",
         "not recognized",
-        "their traffic goes over torch's process groups, uncoded",
+        "their traffic goes over torch's process groups, plain",
         "[`torch_distributed`](configuration.md#direct-calls-of-torchdistributed) codes direct calls of tensor and sequence parallelism",
     ),
     Feature(

@@ -23,7 +23,7 @@ CODED_BACKENDS = {"cpu": ("gloo",), "cuda": ("gloo", "nccl")}
 STREAM_BACKENDS = ("nccl",)
 #: dtypes that are compressed on the wire (admission: gloo refuses float8, and the refusal must not depend on a message's size).
 CODED_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-#: Further dtypes that go as differences of their bytes: storage of quantised weights (admission: all of these go over gloo uncoded too; it
+#: Further dtypes that go as differences of their bytes: storage of quantised weights (admission: all of these go over plain gloo too; it
 #: refuses the other dtypes, and the refusal must not depend on a message's size).
 DELTA_DTYPES = (torch.int8, torch.uint8, torch.bool, torch.int32, torch.int64, torch.float64)
 #: dtypes that sends take, and that no codec without a base makes smaller: of masks and token numbers (admission: a frame names them, and
@@ -267,7 +267,7 @@ class Decision:
     def __str__(self) -> str:
         if not self.frames:
             return "plain"
-        kind = "delta" if self.with_base else "uncoded" if self.codec == "raw" else str(self.lossy or self.codec)
+        kind = "delta" if self.with_base else "raw" if self.codec == "raw" else str(self.lossy or self.codec)
         return f"{kind} frames{' by node' if self.by_node else ''}"
 
 

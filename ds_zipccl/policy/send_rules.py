@@ -10,37 +10,37 @@ from ds_zipccl.policy.cost_model import LinkProfile, typical_ratio
 #: Sends of each way whose times count (seed: their median bears three disturbed ones), and sends between two further trials.
 TRIAL_SENDS, SENDS_BETWEEN_TRIALS = 7, 64
 #: A send is worth a trial if its predicted time is below this share of the plain send's (seed: our message, where it falls back to
-#: uncoded, costs an announcement and a wait for it).
+#: raw, costs an announcement and a wait for it).
 WORTH_BELOW = 0.85
 #: The other way is taken if its time is below this share of the time of the chosen one (seed: noise must not move the choice).
 SWITCH_BELOW = 0.95
 
 
-def next_trial(coded: int, uncoded: int, call: int) -> bool | None:
-    """Return whether the trial that send number ``call`` is goes uncoded; None where it is no trial. ``coded``, ``uncoded``: trials so far.
+def next_trial(coded: int, raw: int, call: int) -> bool | None:
+    """Return whether the trial that send number ``call`` is goes raw; None where it is no trial. ``coded``, ``raw``: trials so far.
 
     Both ways take turns, first one way first and then the other, so that a slow change of the link meets both alike.
     """
-    trials = coded + uncoded
+    trials = coded + raw
     if trials >= 2 * TRIAL_SENDS and call % SENDS_BETWEEN_TRIALS:
         return None
-    if coded != uncoded:
-        return coded > uncoded
+    if coded != raw:
+        return coded > raw
     return trials // 2 % 2 == 1
 
 
-def uncoded_is_faster(coded: float, uncoded: float, chosen: bool | None) -> bool:
-    """Return the way from now on, True for uncoded. Seconds of each way; ``chosen``: the way so far, None without a choice."""
+def raw_is_faster(coded: float, raw: float, chosen: bool | None) -> bool:
+    """Return the way from now on, True for raw. Seconds of each way; ``chosen``: the way so far, None without a choice."""
     if chosen is None:
-        return uncoded < coded
-    return not coded < SWITCH_BELOW * uncoded if chosen else uncoded < SWITCH_BELOW * coded
+        return raw < coded
+    return not coded < SWITCH_BELOW * raw if chosen else raw < SWITCH_BELOW * coded
 
 
 def worth_a_trial(nbytes: int, dtype: torch.dtype, profile: LinkProfile, staging: int) -> bool:
-    """Return whether a send of ``nbytes`` goes as a message of ours, which can fall back to uncoded. ``staging``: bytes of memory for
+    """Return whether a send of ``nbytes`` goes as a message of ours, which can fall back to raw. ``staging``: bytes of memory for
     frames. Equal on both sides.
 
-    Uncoded, our message never beats a plain send. So the plain send is left where the model sees no clear gain.
+    Raw, our message never beats a plain send. So the plain send is left where the model sees no clear gain.
     """
     return seconds(nbytes, dtype, profile, staging) < WORTH_BELOW * profile.send_seconds(nbytes)
 

@@ -159,7 +159,7 @@ def record(role: str, op: str, logical_bytes: int, wire_bytes: int, staging_byte
     """Count one coded call.
 
     Args:
-        logical_bytes: bytes that our schedule sends from this rank with uncoded frames. Where our schedule by itself sends less than the
+        logical_bytes: bytes that our schedule sends from this rank with raw frames. Where our schedule by itself sends less than the
             plain collective (``reduce_to_owners``: about half of an all-reduce), bytes that the plain collective sends, so that the
             ratio covers the whole saving.
         wire_bytes: bytes that this rank sent, headers included.

@@ -85,7 +85,7 @@ def test_stages_accumulation_and_buckets(tmp_path: Path, fast: str) -> None:
     assert calls("--zero3-base", "device", "--accumulation", "3") == based
 
 
-#: GB that one of 16 ranks sends when 2 GB of parameters are gathered, or scattered to owners, uncoded.
+#: GB that one of 16 ranks sends when 2 GB of parameters are gathered, or scattered to owners, plain.
 GATHER = 2 * 15 / 16
 THREE = {"parameters, forward": (3, 3 / 2), "parameters, backward": (3, 3 / 2), "gradients": (3, 3 / 2)}
 LORA = {"parameters, forward": (0.1, 0.05), "parameters, backward": (0.1, 0.05), "gradients": (0.1, 0.05)}
@@ -209,7 +209,7 @@ def test_what_is_measured_of_differences() -> None:
 
 def test_where_coding_does_not_pay(tmp_path: Path, fast: str, capsys: pytest.CaptureFixture[str]) -> None:
     planned(tmp_path, "--profile", CODEC, "--network", "800gbit/gpu", "--gpus-per-node", "1")
-    said = "answer, 800gbit/gpu: communication takes 0.0626 s a step uncoded, with the default config as long\n"
+    said = "answer, 800gbit/gpu: plain communication takes 0.0626 s a step, with the default config as long\n"
     assert said in capsys.readouterr().out.replace("0.0627", "0.0626")
     planned(tmp_path, "--profile", fast, "--gpus-per-node", "1")
     assert 'with the default config 3 s (1.5 times less), with "zero3_base": "host" ' in capsys.readouterr().out

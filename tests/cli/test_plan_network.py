@@ -72,11 +72,11 @@ def test_every_row_of_the_design(tmp_path: Path, capsys: pytest.CaptureFixture[s
             assert got == pytest.approx(nearest, rel=0.05), (network, text)
     printed = capsys.readouterr().out
     assert "1.0 TB/s, assumed: no GPU has measured it" in printed
-    default = "s a step uncoded, with the default config as long (NCCL groups pass uncoded), with"
+    default = "s a step, with the default config as long (NCCL groups pass), with"
     assert printed.count(default) == 2 * len(DESIGN)
-    assert f'8x400gbit/node: communication takes 0.11 {default} "nccl": "on" as long\n' in printed
+    assert f'8x400gbit/node: plain communication takes 0.11 {default} "nccl": "on" as long\n' in printed
     times = f'38.3 {default} "nccl": "on" 24.5 s (1.56 times less), with "nccl": "on" and'
-    assert f"10gbit-tcp/node: communication takes {times}" in printed
+    assert f"10gbit-tcp/node: plain communication takes {times}" in printed
 
 
 def test_the_headline_is_answered(capsys: pytest.CaptureFixture[str]) -> None:
@@ -86,11 +86,11 @@ def test_the_headline_is_answered(capsys: pytest.CaptureFixture[str]) -> None:
     printed = capsys.readouterr().out
     assert "memory: zero3_base auto keeps 6.98e+09 frozen parameters: 13.96 GB of every node" in printed
     assert printed.splitlines()[-1] == (
-        "answer, 10gbit-tcp/node: communication takes 23 s a step uncoded, with the default config as long (NCCL groups pass uncoded), "
+        "answer, 10gbit-tcp/node: plain communication takes 23 s a step, with the default config as long (NCCL groups pass), "
         'with "nccl": "on" 0.585 s (39.3 times less)'
     )
     assert main([*words, "1.25gbit-tcp/gpu"]) == 0
-    assert "answer, 1.25gbit-tcp/gpu: communication takes 23 s a step uncoded" in capsys.readouterr().out
+    assert "answer, 1.25gbit-tcp/gpu: plain communication takes 23 s a step" in capsys.readouterr().out
 
 
 def test_lines_of_one_network(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

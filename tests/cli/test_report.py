@@ -111,8 +111,8 @@ def test_one_route(
     ("section", "said"),
     [
         ('{"nccl": "on"}', "on, in DS_ZIPCCL: NCCL groups are coded"),
-        ("1", "off, in DS_ZIPCCL: NCCL groups pass through uncoded"),
-        ("", "off, the default; DS_ZIPCCL is unset, and the config file decides: NCCL groups pass through uncoded"),
+        ("1", "off, in DS_ZIPCCL: NCCL groups pass through"),
+        ("", "off, the default; DS_ZIPCCL is unset, and the config file decides: NCCL groups pass through"),
         ('{"nccl": "yes"}', "ConfigError: "),
     ],
 )

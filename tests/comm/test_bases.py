@@ -364,17 +364,17 @@ def stored(rank: int, ranks: int) -> None:
         shards = torch.stack([storage(numel, dtype, 7 + shard) for shard in range(ranks)])
         (slot,) = comm.allocate_bases([(numel, dtype)], "host", dist.group.WORLD)
         assert slot.memory.dtype is dtype
-        for turn, kind in enumerate(("first", "unchanged", "changed", "uncoded")):
+        for turn, kind in enumerate(("first", "unchanged", "changed", "raw")):
             if kind == "changed":
                 shards[:, turn::100] = storage(ranks * 800, dtype, 70 + turn).view(ranks, 800)
             counters.reset()
-            base = None if kind == "uncoded" else comm.SharedBase([slot])
+            base = None if kind == "raw" else comm.SharedBase([slot])
             whole = storage(ranks * numel, dtype, 99)
             comm.all_gather_into_tensor(whole, shards[rank].clone(), config=CONFIG, base=base)
             assert torch.equal(whole.view(torch.uint8), shards.view(-1).view(torch.uint8)), (dtype, kind)
             (row,) = counters.rows()
             name = str(dtype).removeprefix("torch.")
-            if kind == "uncoded":
+            if kind == "raw":
                 assert row["reasons"] == {f"dtype {name}": 1} and not row["calls"]
                 continue
             assert row["differences"] == {FULL if kind == "first" else "": 1} and not row["reasons"]

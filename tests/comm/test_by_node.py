@@ -368,7 +368,7 @@ def bytes_between(rank: int, ranks: int, nodes: Nodes) -> dict[str, list[int]]:
 
 
 def totals(nodes: int, each: int, plant: Callable[[], None] | None = None) -> dict[str, list[int]]:
-    """Bytes between nodes of all ranks: uncoded and coded sums, and a coded gather."""
+    """Bytes between nodes of all ranks: raw and coded sums, and a coded gather."""
     of_ranks = runner.run(bytes_between, nodes * each, nodes_of(nodes, each), plant=plant)
     return {name: [sum(column) for column in zip(*(one[name] for one in of_ranks))] for name in of_ranks[0]}
 
@@ -378,9 +378,9 @@ def test_no_more_bytes_between_nodes_than_a_ring(nodes: int, each: int) -> None:
     found = totals(nodes, each)
     (gathered,) = found.pop("gather")
     assert gathered <= ring("gather", nodes, nodes * each) / 1.4
-    for call, (uncoded, with_codec) in found.items():
+    for call, (raw, with_codec) in found.items():
         least = ring(call, nodes, nodes * each)
-        assert 0 < uncoded <= least, (call, uncoded / least)
+        assert 0 < raw <= least, (call, raw / least)
         assert with_codec <= least / 1.4, (call, with_codec / least)
 
 
@@ -399,7 +399,7 @@ def what_the_counters_say(rank: int, ranks: int) -> None:
     (row,) = counters.rows()
     assert row["logical_bytes"] == NBYTES * 3 // 4
     assert row["wire_bytes"] == CountingTransport.between + CountingTransport.inside
-    assert CountingTransport.inside == pytest.approx(NBYTES / 2, rel=1e-3)  # uncoded
+    assert CountingTransport.inside == pytest.approx(NBYTES / 2, rel=1e-3)  # raw
     assert CountingTransport.between == pytest.approx(NBYTES / 4 / 1.5, rel=0.05)
 
 

@@ -143,7 +143,7 @@ def test_the_faster_way_is_followed(ranks: int, later: bool) -> None:
 
 @runner.together(2)
 def incompressible(rank: int, ranks: int) -> None:
-    """Frames that do not shrink go uncoded, until the data changes."""
+    """Frames that do not shrink go raw, until the data changes."""
     always = replace(AUTO, mode="always")
     words = torch.randint(-(1 << 15), 1 << 15, (NUMEL,), dtype=torch.int16).view(torch.bfloat16)
     ratios = []
@@ -151,7 +151,7 @@ def incompressible(rank: int, ranks: int) -> None:
         counters.reset()
         comm.all_gather_into_tensor(torch.empty(NUMEL * ranks, dtype=torch.bfloat16), data, config=always)
         ratios.append(counters.totals()["ratio"])
-    coded = [ratio < 0.9995 for ratio in ratios[:40]]  # an uncoded frame adds nothing but its header
+    coded = [ratio < 0.9995 for ratio in ratios[:40]]  # a raw frame adds nothing but its header
     assert sum(coded) <= 4 and coded[0]
     assert all(ratio > 1.4 for ratio in ratios[-20:])
 
@@ -267,7 +267,7 @@ def chosen(
 def test_all_ranks_choose_alike(later: str) -> None:
     first, *others = runner.run(chosen, 3, 400, later, timeout=60)
     assert all(other == first for other in others)
-    assert {text for _, text, _ in first} == {"plain", "uncoded frames", "cascade frames"}
+    assert {text for _, text, _ in first} == {"plain", "raw frames", "cascade frames"}
     assert len({nominal for nominal, _, _ in first}) >= 3, "sizes have jumped"
 
 

@@ -194,12 +194,12 @@ def tried(message: admission.Message, profile: LinkProfile | None, *levels: bool
     return [str(plan) for plan in cost_model.prune_candidates(plans, message, profile)]
 
 
-ALL = ["plain", "uncoded frames", "cascade frames"]
+ALL = ["plain", "raw frames", "cascade frames"]
 
 
-@pytest.mark.parametrize(("share", "dropped"), [(0.79, "uncoded frames"), (0.81, "")])
+@pytest.mark.parametrize(("share", "dropped"), [(0.79, "raw frames"), (0.81, "")])
 def test_only_what_is_clearly_slower_is_not_tried(share: float, dropped: str) -> None:
-    """Coded frames that take such a share of the time of uncoded ones, as predicted: about as long is left to be measured."""
+    """Coded frames that take such a share of the time of raw ones, as predicted: about as long is left to be measured."""
 
     def found(seconds_a_byte: float) -> float:
         coded, raw = (predict("all_gather", way, 1 << 23, 2, line(seconds_a_byte), 1.5) for way in ("coded", "raw"))
@@ -214,7 +214,7 @@ def test_only_what_is_clearly_slower_is_not_tried(share: float, dropped: str) ->
 
 
 def test_a_slow_codec_is_not_tried() -> None:
-    assert tried(GATHER, replace(line(1e-9), encode=1e8, decode=1e8)) == ["plain", "uncoded frames"]
+    assert tried(GATHER, replace(line(1e-9), encode=1e8, decode=1e8)) == ["plain", "raw frames"]
 
 
 def test_frames_of_a_lossy_codec_are_predicted_by_its_own_ratio() -> None:
@@ -225,7 +225,7 @@ def test_frames_of_a_lossy_codec_are_predicted_by_its_own_ratio() -> None:
 
 
 def test_differences_are_predicted_to_shrink_most() -> None:
-    """On a slow link neither uncoded frames nor those of exponents are tried against them."""
+    """On a slow link neither raw frames nor those of exponents are tried against them."""
     based = replace(GATHER, op="all_gather_into_tensor", based=True)
     assert tried(based, line(1e-8)) == ["plain", "delta frames"]
     assert tried(based, line(1e-9, speed=1e12)) == ["plain", "delta frames"]
@@ -238,7 +238,7 @@ def test_what_nothing_is_predicted_of_is_all_tried() -> None:
     for op in ("all_gather_coalesced", "reduce_to_owners"):
         assert tried(replace(GATHER, op=op), line(1e-8)) == ["plain", "cascade frames"]
     assert tried(GATHER, line(1e-8), True) == ["plain", "cascade frames", "cascade frames by node"]
-    assert tried(GATHER, line(1e-8), codec="raw") == ["plain", "uncoded frames"]
+    assert tried(GATHER, line(1e-8), codec="raw") == ["plain", "raw frames"]
 
 
 def test_a_send_is_tried_where_frames_save_time() -> None:

@@ -337,7 +337,7 @@ def test_sums_that_round_otherwise_do_not_compete_with_the_plain_one(members: An
         found[tolerance] = decided(members, AUTO, tolerance=tolerance)[1]
         decision_memory(members).tuners.clear()
     names = {tolerance: [str(plan) for plan in tuner._candidates] for tolerance, tuner in found.items() if tuner}
-    ours = ["uncoded frames", "cascade frames"]
+    ours = ["raw frames", "cascade frames"]
     assert names == {"nan": ["plain", *ours], "rounding": ours, "bits": ["plain", *ours]}
     unfit = decided(members, AUTO, op="all_to_all", reduce_op=None, plain_fits=False)[1]
     assert unfit is not None and [str(plan) for plan in unfit._candidates] == ours

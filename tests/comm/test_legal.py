@@ -384,8 +384,8 @@ def undecided(rank: int, ranks: int, kind: str) -> None:
 
 
 @runner.together(2)
-def uncoded_frames_are_no_differences(rank: int, ranks: int) -> None:
-    """Where there is a base, uncoded frames are still uncoded, and coded ones no differences."""
+def raw_frames_are_no_differences(rank: int, ranks: int) -> None:
+    """Where there is a base, raw frames are still raw, and coded ones no differences."""
     generator = torch.Generator().manual_seed(1)
     whole, ratios = torch.randn(2 * ranks * HALF, generator=generator).bfloat16(), []
     for _ in range(4 * tuner_rules.TRIAL_CALLS):

@@ -78,7 +78,7 @@ def in_mode_auto(rank: int, ranks: int) -> None:
             same(*call(Call(api(codec, AUTO), everyone, rank, codec)))
     assert not any(row["passed"] for row in counters.rows())
     told = [text for row in counters.rows() for text, _ in row["choices"].values()]
-    assert told and all("uncoded frames" in text and "round mantissa 3 frames" in text for text in told), told
+    assert told and all("raw frames" in text and "round mantissa 3 frames" in text for text in told), told
     assert not any("plain" in text for text in told)
 
 

@@ -499,7 +499,7 @@ def whatever_is_chosen(rank: int, ranks: int) -> None:
     told: list[Any] = [None] * ranks
     dist.all_gather_object(told, chosen)
     assert all(other == chosen for other in told)
-    assert "uncoded frames by node" in chosen[0] and "cascade frames by node" in chosen[0] and "plain" not in chosen[0]
+    assert "raw frames by node" in chosen[0] and "cascade frames by node" in chosen[0] and "plain" not in chosen[0]
 
 
 MESSAGE = Message("all_reduce", torch.bfloat16, 1 << 22, 8, "cpu", "gloo", "dp", "SUM", nodes=2)
@@ -507,7 +507,7 @@ MESSAGE = Message("all_reduce", torch.bfloat16, 1 << 22, 8, "cpu", "gloo", "dp",
 
 def test_the_levels_are_no_choice() -> None:
     for mode, names in (
-        ("auto", ["uncoded frames by node", "cascade frames by node"]),
+        ("auto", ["raw frames by node", "cascade frames by node"]),
         ("always", ["cascade frames by node"]),
     ):
         config = replace(AUTO_FP32, mode=mode)

@@ -388,13 +388,13 @@ DELAY = 0.06  # seconds
 
 
 def ways() -> Counter[bool]:
-    """Count the ways of the sends of this rank from now on, uncoded or not."""
+    """Count the ways of the sends of this rank from now on, raw or not."""
     seen: Counter[bool] = Counter()
     next_way = choice.next_way
 
     def noted(*arguments: Any) -> choice.Way:
         way = next_way(*arguments)
-        seen[way.uncoded] += 1
+        seen[way.raw] += 1
         return way
 
     choice.next_way = noted  # type: ignore[assignment]
@@ -422,7 +422,7 @@ def choose(rank: int, ranks: int, slow: str, numel: int) -> tuple[Counter[bool],
 
 def _plant(what: str) -> None:
     """Make a way slow for this receiver, or its reports useless."""
-    name = {"coded": "_take_frames", "uncoded": "_take_bytes"}.get(what)
+    name = {"coded": "_take_frames", "raw": "_take_bytes"}.get(what)
     if name is not None:
         take = getattr(message.Incoming, name)
 
@@ -454,13 +454,13 @@ def _raw_report(ctx: Any, peer: int, number: int, content: bytes) -> None:
 
 
 @pytest.mark.parametrize("numel", [40_000, pytest.param(300_000, marks=pytest.mark.full(reason="as of one fragment"))])
-@pytest.mark.parametrize("slow", ["coded", "uncoded"])
+@pytest.mark.parametrize("slow", ["coded", "raw"])
 def test_the_receivers_times_choose(slow: str, numel: int) -> None:
     (seen, choices), _ = runner.run(choose, 2, slow, numel)
     wanted = slow == "coded"
     assert seen[wanted] == 40 - 2 * send_rules.TRIAL_SENDS - 2 and not seen[not wanted], (seen, choices)
     (text,) = choices
-    assert text.startswith(f"{'uncoded' if wanted else 'coded'} from send"), text
+    assert text.startswith(f"{'raw' if wanted else 'coded'} from send"), text
 
 
 @pytest.mark.full(reason="four runs of 40 sends; the choice itself is in the short tier")
@@ -503,19 +503,19 @@ def trials_do_not_need_the_receivers_wait(rank: int, ranks: int) -> None:
 def test_trials_take_turns() -> None:
     trials, found = {False: 0, True: 0}, ""
     for call in range(1, 300):
-        uncoded = send_rules.next_trial(trials[False], trials[True], call)
-        found += "." if uncoded is None else "cu"[uncoded]
-        if uncoded is not None:
-            trials[uncoded] += 1
+        raw = send_rules.next_trial(trials[False], trials[True], call)
+        found += "." if raw is None else "cu"[raw]
+        if raw is not None:
+            trials[raw] += 1
     first, rest = found[: 2 * send_rules.TRIAL_SENDS], found[2 * send_rules.TRIAL_SENDS :]
     assert sorted(first) == ["c"] * send_rules.TRIAL_SENDS + ["u"] * send_rules.TRIAL_SENDS
     assert first[:6] == "cuuccu" and sorted(rest.replace(".", "")) == ["c", "c", "u", "u"], found
 
 
 def test_noise_does_not_move_the_choice() -> None:
-    assert send_rules.uncoded_is_faster(2.0, 1.9, None) and not send_rules.uncoded_is_faster(1.9, 2.0, None)
-    assert not send_rules.uncoded_is_faster(2.0, 1.96, False) and send_rules.uncoded_is_faster(2.0, 1.8, False)
-    assert send_rules.uncoded_is_faster(1.96, 2.0, True) and not send_rules.uncoded_is_faster(1.8, 2.0, True)
+    assert send_rules.raw_is_faster(2.0, 1.9, None) and not send_rules.raw_is_faster(1.9, 2.0, None)
+    assert not send_rules.raw_is_faster(2.0, 1.96, False) and send_rules.raw_is_faster(2.0, 1.8, False)
+    assert send_rules.raw_is_faster(1.96, 2.0, True) and not send_rules.raw_is_faster(1.8, 2.0, True)
 
 
 @runner.together(2, full="it sleeps beyond a timeout")

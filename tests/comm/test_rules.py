@@ -136,7 +136,7 @@ def test_words_that_are_no_floats_go_as_differences_alone() -> None:
             (replace(message, numel=9), RAW),
         ):
             assert admit(one, config).reason == f"dtype {str(dtype).removeprefix('torch.')}"
-        assert [str(one) for one in candidates(message, ON, True)] == ["plain", "uncoded frames", "delta frames"]
+        assert [str(one) for one in candidates(message, ON, True)] == ["plain", "raw frames", "delta frames"]
         there = replace(message, device="cuda", backend="nccl", numel=1 << 24)
         assert admit(there, replace(ON, nccl="on")) == Decision(True, "raw", "", with_base=True, on_device=True)
     assert admit(replace(PARAMETERS, dtype=torch.float8_e4m3fn), ON).reason == "dtype float8_e4m3fn", "gloo refuses it"
@@ -150,7 +150,7 @@ def test_what_goes_by_node() -> None:
         always = replace(ON, mode="always")
         assert [one.by_node for one in candidates(message, always, True, levels)] == [wanted]
     based = [str(one) for one in candidates(PARAMETERS, ON, True, True)]
-    assert based == ["plain", "uncoded frames", "cascade frames", "delta frames", "delta frames by node"]
+    assert based == ["plain", "raw frames", "cascade frames", "delta frames", "delta frames by node"]
 
 
 def test_slow_calls_are_checked_more_often() -> None:
@@ -359,7 +359,7 @@ def test_a_ring_passes_its_slowest_hop(nodes: int, each: int) -> None:
     wanted = max(crossing) * S / ranks / profile.network if nodes > 1 else S * (ranks - 1) / ranks / profile.inside
     assert plain_seconds(GATHER, S, Topology(nodes, each), profile) == pytest.approx(wanted)
     sums = coded_seconds(SUM, S, Topology(nodes, each), replace(profile, encode=1e15, decode=1e15), 1.0, pieces=1 << 20)
-    if each > 1 and nodes > 1:  # in two levels, of the uncoded bytes
+    if each > 1 and nodes > 1:  # in two levels, of the plain bytes
         assert sums == pytest.approx(S * (nodes - 1) / nodes / profile.network, rel=0.02)
 
 

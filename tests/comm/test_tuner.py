@@ -82,7 +82,7 @@ def test_a_trial_and_its_decision(monkeypatch: pytest.MonkeyPatch, meet: bool, d
     assert bench.call(seconds) == (CODED, False) and not bench.tuner.trying
     assert bench.told == [
         f"cascade frames from call {TRIAL + delay + 1} on "
-        "(plain 3e+03 ms, uncoded frames 2e+03 ms, cascade frames 1e+03 ms)"
+        "(plain 3e+03 ms, raw frames 2e+03 ms, cascade frames 1e+03 ms)"
     ]
 
 
@@ -229,9 +229,7 @@ def test_candidates_that_are_close_have_another_round(monkeypatch: pytest.Monkey
     seconds = {RAW: 1.2, CODED: 0.6}  # type: ignore[dict-item]
     wanted = [(RAW, True), (CODED, True)] * SECOND + [(RAW, False)] * DELAY
     assert bench.run(2 * SECOND + DELAY, seconds) == wanted
-    assert len(bench.told) == 1 and bench.told[0].startswith(
-        f"uncoded frames from call {3 * FIRST + DELAY + 1} on (plain "
-    )
+    assert len(bench.told) == 1 and bench.told[0].startswith(f"raw frames from call {3 * FIRST + DELAY + 1} on (plain ")
     assert bench.call(seconds) == (CODED, False) and bench.tuner._estimates == pytest.approx([3.0, 1.1, 0.9])
     assert len(bench.told) == 2 and sum(tuner_rules.EXCHANGE_ROUNDS) <= tuner_rules.TRIAL_CALLS
 

@@ -75,8 +75,8 @@ def calls(lab: Lab) -> None:
     }
     for name, call in through.items():
         assert counted(call) == {"tp all_reduce": 1}, name
-    uncoded = counted(lambda: deepspeed.comm.inference_all_reduce(made, dist.ReduceOp.SUM, own))
-    assert uncoded == {"tp inference_all_reduce": 1}, uncoded
+    plain = counted(lambda: deepspeed.comm.inference_all_reduce(made, dist.ReduceOp.SUM, own))
+    assert plain == {"tp inference_all_reduce": 1}, plain
     assert not counted(lambda: torch.distributed.nn.functional.all_reduce(made, group=own))
     assert not counted(lambda: dist.all_reduce(made, group=alone))
     traced = torch.distributed.all_reduce

@@ -215,7 +215,7 @@ def test_failed_operation_keeps_its_tensors(route: CudaBackend, monkeypatch: pyt
 
 
 def impatient(rank: int, ranks: int) -> str:
-    """Uncoded frames need no agreement. Returns what the handle says while the other rank does not come."""
+    """Raw frames need no agreement. Returns what the handle says while the other rank does not come."""
     device = torch.device("cuda", rank)
     given, output = torch.ones(4096, device=device), torch.empty(ranks * 4096, device=device)
     if rank:

@@ -100,7 +100,7 @@ def quantise(model: LlamaForCausalLM) -> LlamaForCausalLM:
 class Meter:
     """Bytes of this rank's gathers of frozen weights: as plain DeepSpeed sends them, and as they were sent.
 
-    The second figure covers uncoded gathers, and all messages of this package's schedules to other ranks, hashes and words of control
+    The second figure covers plain gathers, and all messages of this package's schedules to other ranks, hashes and words of control
     included. Only gathers of frozen weights are large enough for a schedule, if ``min_bytes`` is :data:`LARGE`, with broadcasts left out.
     """
 

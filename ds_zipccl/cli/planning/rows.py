@@ -51,9 +51,9 @@ def answer(where: str, found: Schedules) -> str:
 
     plain = totals(args)[PLAIN]
     best = plain if nccl else totals(default_config(args))[CODED]
-    parts = [f"communication takes {plain / 1e3:.3g} s a step uncoded", f"with the default config {takes(best)}"]
+    parts = [f"plain communication takes {plain / 1e3:.3g} s a step", f"with the default config {takes(best)}"]
     if nccl:
-        parts[1] += " (NCCL groups pass uncoded)"
+        parts[1] += " (NCCL groups pass)"
     based = host_base(args)
     for options in (args, based) if based else (args,):
         ms = totals(options)[CODED]

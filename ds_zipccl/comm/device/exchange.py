@@ -118,7 +118,7 @@ def _kind(op: str, role: str, dtype: torch.dtype, numel: int | None) -> Hashable
 
 
 def exchange_even(ctx: DeviceContext, source: torch.Tensor, target: torch.Tensor) -> None:
-    """Exchange equal segments of flat tensors; segment r of ``source`` goes to rank r. One wait of the host, none for uncoded frames."""
+    """Exchange equal segments of flat tensors; segment r of ``source`` goes to rank r. One wait of the host, none for raw frames."""
     (source,) = _apart(ctx, [source], [target])
     numel = source.numel() // ctx.size
     if not numel:

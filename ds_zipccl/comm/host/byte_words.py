@@ -31,7 +31,7 @@ class ByteCoder(FrameCoder):
 
     def __init__(self, ctx: OpContext) -> None:
         super().__init__(ctx)
-        self._uncoded = FrameCoder(ctx, uncoded=True)  # bytes that are no words say nothing about the next message
+        self._raw = FrameCoder(ctx, raw=True)  # bytes that are no words say nothing about the next message
 
     def compress(
         self,
@@ -47,7 +47,7 @@ class ByteCoder(FrameCoder):
             frame = super().compress(_viewed(flat, dtype), buffers)
             if frame.nbytes <= HEADER_BYTES + flat.nbytes:
                 return frame
-        return self._uncoded.compress(flat, buffers)
+        return self._raw.compress(flat, buffers)
 
     def _words_of(self, flat: torch.Tensor) -> torch.dtype | None:
         """Return the dtype whose words make the smallest frame of a sample from the middle; None if none is smaller than the bytes."""

@@ -56,10 +56,10 @@ def exchange_by_node(
     outputs[ctx.rank].copy_(sources[ctx.rank])
     buffers = PooledBuffers()
     with (
-        open_exchange(ctx, 0, control=True, uncoded=True) as control,
+        open_exchange(ctx, 0, control=True, raw=True) as control,
         open_exchange(ctx, 1, rows=rows, exact=exact) as across,
-        open_exchange(ctx, 2, uncoded=True, exact=exact) as inside,
-        open_exchange(ctx, 3, control=True, uncoded=True) as onward,
+        open_exchange(ctx, 2, raw=True, exact=exact) as inside,
+        open_exchange(ctx, 3, control=True, raw=True) as onward,
     ):
         sizes = _Sizes(ctx, control, sources, outputs, even)
         _NodeExchange(ctx, sizes, across, inside, onward, whole, sources, outputs, buffers, rows).run()

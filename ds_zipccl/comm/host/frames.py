@@ -52,13 +52,13 @@ class FrameCoder:
     """Compresses and decompresses tensors of one operation. Tensors are flat and contiguous, on the operation's device.
 
     All calls on CPU tensors block. Other calls are made inside of the context's ``working()``; where frames go through host memory,
-    compressing blocks, and decompressing is done at the end of ``working()``. ``uncoded``: all frames are raw. ``rows``: senders may choose
+    compressing blocks, and decompressing is done at the end of ``working()``. ``raw``: all frames are raw. ``rows``: senders may choose
     blocks of one row. ``exact``: the frames carry values as they are, whatever the operation allows.
     """
 
-    def __init__(self, ctx: OpContext, uncoded: bool = False, rows: Rows | None = None, exact: bool = False) -> None:
+    def __init__(self, ctx: OpContext, raw: bool = False, rows: Rows | None = None, exact: bool = False) -> None:
         self._ctx = ctx
-        self._chosen = "raw" if uncoded else ctx.codec
+        self._chosen = "raw" if raw else ctx.codec
         self._block: int = ctx.config.block
         self._least_block: int = ctx.config.block
         self._route = kernels.preferred(ctx.config.route, ctx.device)

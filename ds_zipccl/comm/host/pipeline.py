@@ -100,16 +100,16 @@ def open_exchange(
     index: int = 0,
     *,
     control: bool = False,
-    uncoded: bool = False,
+    raw: bool = False,
     rows: Rows | None = None,
     exact: bool = False,
 ) -> Iterator[Exchange]:
     """Open an exchange; leaving blocks until every send is done. After an error the exchange waits for nothing and raises at once.
 
     ``control``: the messages are not part of the tensors, and plain collectives do not send them; they count as wire bytes only.
-    ``uncoded``, ``rows``, ``exact``: see :class:`ds_zipccl.comm.host.frames.FrameCoder`; control messages are exact.
+    ``raw``, ``rows``, ``exact``: see :class:`ds_zipccl.comm.host.frames.FrameCoder`; control messages are exact.
     """
-    exchange = Exchange(ctx, index, control, uncoded, rows, exact or control)
+    exchange = Exchange(ctx, index, control, raw, rows, exact or control)
     try:
         yield exchange
         exchange.flush()
@@ -131,11 +131,11 @@ class Exchange:
         ctx: OpContext,
         index: int,
         control: bool,
-        uncoded: bool = False,
+        raw: bool = False,
         rows: Rows | None = None,
         exact: bool = False,
     ) -> None:
-        self._ctx, self._coder, self._control, self._rows = ctx, FrameCoder(ctx, uncoded, rows, exact), control, rows
+        self._ctx, self._coder, self._control, self._rows = ctx, FrameCoder(ctx, raw, rows, exact), control, rows
         self._repeated = RepeatedSegments(ctx.repeats, index, self._coder) if ctx.repeats is not None else None
         self._tag = ctx.tag(index)
         self._sends: deque[list[_Posted]] = deque([[]])

@@ -57,7 +57,7 @@ def open_adder(
     """Open an adder of shards, with an exchange for each of its ``stages``, from exchange 0 on: in two levels if the operation goes by
     node. ``spans``, ``chunk``: as for :class:`ShardAdder`."""
     if ctx.nodes:
-        with open_exchange(ctx, 0, uncoded=True) as inside, open_exchange(ctx, 1) as between:
+        with open_exchange(ctx, 0, raw=True) as inside, open_exchange(ctx, 1) as between:
             yield NodeAdder(ctx, inside, between, shards, reduction, spans)
     else:
         with open_exchange(ctx) as exchange:

@@ -39,7 +39,7 @@ _SENT_REPORTS = 64
 
 
 class _Expected(NamedTuple):
-    uncoded: bool
+    raw: bool
     number: int
     buffer: torch.Tensor
     handle: dist.Work
@@ -62,18 +62,18 @@ class Sends:
         with self._lock:
             self._read_reports()
             self._calls += 1
-            uncoded = send_rules.next_trial(self._asked[False], self._asked[True], self._calls)
-            if uncoded is None:
+            raw = send_rules.next_trial(self._asked[False], self._asked[True], self._calls)
+            if raw is None:
                 return Way(bool(self._chosen))
-            self._asked[uncoded] += 1
-            return Way(uncoded, self)
+            self._asked[raw] += 1
+            return Way(raw, self)
 
-    def expect(self, transport: Transport, peer: int, number: int, uncoded: bool) -> None:
+    def expect(self, transport: Transport, peer: int, number: int, raw: bool) -> None:
         """Post the receive of the report on the send of this number."""
         buffer = tensors.filled(_REPORT_BYTES, 0, torch.uint8)
         handle = transport.post_recv(buffer, peer, TagRange.REPORT + number)
         with self._lock:
-            self._expected.append(_Expected(uncoded, number, buffer, handle))
+            self._expected.append(_Expected(raw, number, buffer, handle))
 
     def _read_reports(self) -> None:
         """Take the reports that have arrived, and choose if both ways have enough of them."""
@@ -86,23 +86,23 @@ class Sends:
             with contextlib.suppress(RuntimeError):
                 expected.handle.wait()  # the bytes are here: this only ends the operation
             if math.isfinite(seconds) and seconds > 0:
-                self._seconds[expected.uncoded].append(seconds)
+                self._seconds[expected.raw].append(seconds)
         arrived, self._expected = len(waiting) < len(self._expected), waiting
         if arrived and all(len(seconds) == send_rules.TRIAL_SENDS for seconds in self._seconds.values()):
-            coded, uncoded = (statistics.median(self._seconds[way]) for way in (False, True))
-            chosen = send_rules.uncoded_is_faster(coded, uncoded, self._chosen)
+            coded, raw = (statistics.median(self._seconds[way]) for way in (False, True))
+            chosen = send_rules.raw_is_faster(coded, raw, self._chosen)
             if chosen != self._chosen:
                 self._chosen = chosen
-                name = "uncoded" if chosen else "coded"
+                name = "raw" if chosen else "coded"
                 self._on_choice(
-                    f"{name} from send {self._calls} on (uncoded {uncoded * 1e3:.3g} ms, coded {coded * 1e3:.3g} ms)"
+                    f"{name} from send {self._calls} on (raw {raw * 1e3:.3g} ms, coded {coded * 1e3:.3g} ms)"
                 )
 
 
 class Way(NamedTuple):
-    """The way of one send: ``uncoded``, and ``trial``, the choice that wants a report on it, if any."""
+    """The way of one send: ``raw``, and ``trial``, the choice that wants a report on it, if any."""
 
-    uncoded: bool = False
+    raw: bool = False
     trial: Sends | None = None
 
 

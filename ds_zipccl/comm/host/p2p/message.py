@@ -136,8 +136,8 @@ class Outgoing:
         factored: Factored | None = None,
     ) -> None:
         self._ctx, self._flat, self._peer, self._bounded, self._way = ctx, flat, peer, bounded, way
-        self._coder = FrameCoder(ctx, way.uncoded)
-        self._factored = None if way.uncoded or ctx.codec == "raw" else factored
+        self._coder = FrameCoder(ctx, way.raw)
+        self._factored = None if way.raw or ctx.codec == "raw" else factored
         self._piece = fragment_numel(ctx, flat.numel(), flat.element_size())
         self._posted: deque[_Posted] = deque()
 
@@ -168,7 +168,7 @@ class Outgoing:
         number = ctx.state.next_body()
         announcement = Announcement(self._body_kind(), flat.dtype, flat.numel(), number, trial is not None)
         if trial is not None:
-            trial.expect(ctx.transport, self._peer, number, self._way.uncoded)
+            trial.expect(ctx.transport, self._peer, number, self._way.raw)
         buffer = (buffers := PooledBuffers()).take(ANNOUNCEMENT_BYTES)
         self._post(announcement.pack(buffer), ctx.tag(0), buffers)
         return announcement
@@ -176,9 +176,9 @@ class Outgoing:
     def _body_kind(self) -> Body:
         if self._factored is not None:
             return Body.FRAME
-        uncoded = self._way.uncoded or (self._ctx.codec == "raw" and self._flat.dtype != torch.bool)
+        raw = self._way.raw or (self._ctx.codec == "raw" and self._flat.dtype != torch.bool)
         # projected values would need memory for all
-        whole = uncoded and self._ctx.staging is None and not self._coder.lossy
+        whole = raw and self._ctx.staging is None and not self._coder.lossy
         return Body.BYTES if whole else Body.FRAMES
 
     def _post_rest(self, announcement: Announcement | None) -> None:
