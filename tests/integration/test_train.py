@@ -1,4 +1,4 @@
-"""Whole trainings, plain and coded, on 2, 3 and 4 ranks: the same losses and parameters, bit for bit.
+"""Whole trainings, plain and coded, on 2 and 3 ranks: the same losses and parameters, bit for bit.
 
 Starting processes costs far more than training here. One launch trains all modes of a rank count one after the other, with
 this file as the program of each rank, and the tests share what the launches found.
@@ -28,14 +28,12 @@ EXAMPLE = EXAMPLES / "train_gpt.py"
 MODES = {
     2: ("zero1", "zero2", "zero3", "moe", "zero2 overlap", "zero3 overlap"),
     3: ("zero2", "zero3"),
-    4: ("zero2", "zero3"),
 }
-#: ranks -> DS_ZIPCCL of the coded launch
-CODED = dict.fromkeys(
-    MODES, '{"enabled": true, "mode": "always", "reduction": "match", "min_bytes": 4096, "delta": "auto"}'
-)
-CODED |= {2: '{"enabled": true, "mode": "always", "min_bytes": 4096}'}
-AUTO = '{"enabled": true, "min_bytes": 4096, "delta": "auto"}'
+ON = {"enabled": True, "mode": "always", "min_bytes": 4096}
+#: ranks -> section of the coded launch
+CODED: dict[int, dict[str, Any]] = {2: ON, 3: ON | {"reduction": "match", "delta": "auto"}}
+#: With lossy activations, for the example of tensor parallelism.
+LOSSY = ON | {"min_bytes": 1024, "lossy": True, "roles": {"tp": {"codec": "round"}}}
 #: Roles of coded calls; dp: the broadcasts of the start.
 ROLES = {"zero1": {"dp", "zero_grad", "zero_param"}, "moe": {"dp", "zero_grad", "zero_param", "ep"}}
 ROLES |= dict.fromkeys(("zero2", "zero3", "zero2 overlap", "zero3 overlap"), ROLES["zero1"])
@@ -44,33 +42,31 @@ COUNTED = (EXAMPLES, PACKAGE / "telemetry", ROOT / "benchmarks" / "train" / "tri
 STEPS = 4
 STEP_LOG = "steps.jsonl"
 
-#: Those of the short tier: two ranks, where all trainings share a launch. The order of sums is seen with three.
-SHORT = (2,)
-MORE = "two ranks are in the short tier; test_sums.py has sums of three"
+#: Cases, and those of the short tier: two ranks, where all trainings share a launch. The order of sums is seen with three.
+ALL = [(ranks, mode) for ranks, modes in MODES.items() for mode in modes]
+CASES = tiers.mostly_full(
+    ALL, [(2, mode) for mode in MODES[2]], "two ranks are in the short tier; test_sums.py has sums of three"
+)
 
 Trained = Callable[[int, str], dict[str, Any]]
 
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Trained:
-    """Return a function (ranks, "plain", "coded" or "auto") -> results by mode. Its first call for a pair launches the ranks."""
+    """Return a function (ranks, "plain" or "coded") -> results by mode. Its first call for a pair launches the ranks."""
 
     @functools.cache
     def get(ranks: int, variant: str) -> dict[str, Any]:
         folder = tmp_path_factory.mktemp(f"{variant}{ranks}")
         if variant == "plain":
             return reference(__file__, ranks, folder, "--modes", *MODES[ranks], sources=COUNTED)
-        logged = json.dumps({**json.loads(CODED[ranks]), "step_log": str(folder / STEP_LOG)})
-        zipccl = {"coded": logged, "auto": AUTO}[variant]
-        return launch(__file__, ranks, folder, "--modes", *MODES[ranks], DS_ZIPCCL=zipccl)
+        logged = json.dumps(CODED[ranks] | {"step_log": str(folder / STEP_LOG)})
+        return launch(__file__, ranks, folder, "--modes", *MODES[ranks], DS_ZIPCCL=logged)
 
     return get
 
 
-ALL = [(ranks, mode) for ranks, modes in MODES.items() for mode in modes]
-
-
-@pytest.mark.parametrize(("ranks", "mode"), tiers.mostly_full(ALL, [run for run in ALL if run[0] in SHORT], MORE))
+@pytest.mark.parametrize(("ranks", "mode"), CASES)
 def test_plain_and_coded_agree(trained: Trained, ranks: int, mode: str) -> None:
     plain, coded = trained(ranks, "plain")[mode], trained(ranks, "coded")[mode]
     assert coded["losses"] == plain["losses"]
@@ -85,37 +81,7 @@ def test_plain_and_coded_agree(trained: Trained, ranks: int, mode: str) -> None:
     assert not any(row["whole"] for row in coded["rows"])
 
 
-@pytest.mark.parametrize("mode", MODES[3])
-@pytest.mark.full(reason="ten seconds; comm/test_candidates.py has the competition")
-def test_schedules_compete_without_a_trace(trained: Trained, mode: str) -> None:
-    """The bits are those of the plain run while all schedules are tried in turn."""
-    plain, auto = trained(3, "plain")[mode], trained(3, "auto")[mode]
-    assert (auto["losses"], auto["params_sha256"]) == (plain["losses"], plain["params_sha256"])
-    assert {"trying schedules"} <= {reason for row in auto["rows"] for reason in row["reasons"]}
-    if mode == "zero3":  # many gathers a step; other operations still try the plain collective after so few steps
-        assert auto["sent"]["coded_calls"] > 0
-
-
-@pytest.mark.full(reason=MORE)
-@pytest.mark.parametrize("ranks", [3, 4])
-def test_differences_are_for_zero2(trained: Trained, ranks: int) -> None:
-    """ZeRO-2 gathers differences into each place after the first gather; ZeRO-3 gathers into new memory every time."""
-    gathers = {
-        mode: next(row for row in trained(ranks, "coded")[mode]["rows"] if row["op"] == "all_gather_into_tensor")
-        for mode in ("zero2", "zero3")
-    }
-    differences = gathers["zero2"]["differences"]
-    assert set(differences) == {"", "nothing was gathered there"}
-    assert differences[""] == (STEPS - 1) * differences["nothing was gathered there"]
-    assert not gathers["zero3"]["differences"]
-
-
-@pytest.mark.parametrize(
-    ("ranks", "mode"),
-    tiers.mostly_full(
-        [(ranks, mode) for ranks in (2, 3) for mode in MODES[ranks]], [(2, mode) for mode in MODES[2]], MORE
-    ),
-)
+@pytest.mark.parametrize(("ranks", "mode"), CASES)
 def test_steps_of_the_log_add_up(trained: Trained, ranks: int, mode: str) -> None:
     """Each byte and each difference is in the line of exactly one step."""
     coded = trained(ranks, "coded")[mode]
@@ -132,25 +98,6 @@ def test_steps_of_the_log_add_up(trained: Trained, ranks: int, mode: str) -> Non
     assert sum((Counter(line["differences"]) for line in lines), Counter()) == gathers
 
 
-def test_steps_shows_the_log_of_a_training(
-    trained: Trained, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    from ds_zipccl.__main__ import main
-
-    coded, file, picture = trained(3, "coded"), tmp_path / "rows.json", tmp_path / "steps.png"
-    assert main(["steps", coded["zero2"]["log"], "--json", str(file), "--plot", str(picture)]) == 0
-    rows = {row["role"]: row for row in json.loads(file.read_text())["rows"]}
-    lines = [line for mode in MODES[3] for line in coded[mode]["logged"]]
-    for role in ("zero_param", "zero_grad"):
-        sent = [line["roles"][role] for line in lines]
-        raw, wire, passed = (
-            sum(counts[key] for counts in sent) for key in ("logical_bytes", "wire_bytes", "passed_bytes")
-        )
-        assert (rows[role]["steps"], rows[role]["ratio"]) == (len(lines), (raw + passed) / (wire + passed))
-        assert rows[role]["max"] == max(counts["ratio"] for counts in sent) > rows[role]["min"] > 1
-    assert "as differences" in capsys.readouterr().out and picture.read_bytes().startswith(b"\x89PNG")
-
-
 def test_training_moves(trained: Trained) -> None:
     """Equal bits prove something only if losses and parameters change."""
     for mode, results in trained(2, "plain").items():
@@ -162,12 +109,23 @@ def test_training_moves(trained: Trained) -> None:
 
 def test_a_wrong_bit_shows(trained: Trained, tmp_path: Path) -> None:
     """Negative proof: with a codec that flips the lowest bit of one element of each message on one rank, these tests fail."""
-    wrong = launch(__file__, 2, tmp_path, "--modes", "zero2", "zero3", "--wrong-bit", DS_ZIPCCL=CODED[2])
+    wrong = launch(__file__, 2, tmp_path, "--modes", "zero2", "zero3", "--wrong-bit", DS_ZIPCCL=json.dumps(ON))
     for mode in ("zero2", "zero3"):
         assert wrong[mode]["sent"]["coded_calls"] == trained(2, "coded")[mode]["sent"]["coded_calls"]
         assert wrong[mode]["losses"] != trained(2, "plain")[mode]["losses"]
         assert wrong[mode]["params_sha256"] != trained(2, "plain")[mode]["params_sha256"]
         assert not wrong[mode]["replicas_equal"]
+
+
+@pytest.mark.full(reason="one launch of four ranks")
+def test_replicas_of_tensor_parallel_models_agree_and_a_wrong_one_shows(tmp_path: Path) -> None:
+    """The example of tensor parallelism on two models of two ranks each, with lossy activations: ranks that hold the same agree on it."""
+    pytest.importorskip("transformers")
+    found = launch(__file__, 4, tmp_path, "--replicas", DS_ZIPCCL=json.dumps(LOSSY))
+    right, split, shared = (found[name] for name in ("right", "split", "shared"))
+    assert right["replicas_equal"] and right["sent"]["coded_calls"]
+    assert not split["replicas_equal"], "a layer that is split differs between ranks at one place of their models"
+    assert not shared["replicas_equal"], "a layer that is not split differs between ranks of one model"
 
 
 @pytest.mark.full(reason="twenty seconds; test_bench_train runs the example, plain and coded")
@@ -203,8 +161,17 @@ def rank_program() -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--modes", nargs="+", default=["zero3"])
     parser.add_argument("--wrong-bit", action="store_true", help="every message that rank 0 decodes gets one wrong bit")
+    parser.add_argument("--replicas", action="store_true", help="of tensor-parallel models, right and wrong")
     args = parser.parse_args()
     sys.path.insert(0, str(EXAMPLE.parent))
+    (train_replicas if args.replicas else train_modes)(args)
+    import torch.distributed as dist
+
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def train_modes(args: argparse.Namespace) -> None:
     import torch.distributed as dist
     import train_gpt
     from parallel import plant_wrong_bit
@@ -227,10 +194,33 @@ def rank_program() -> None:
         if dist.get_rank() == 0:
             log = args.folder / STEP_LOG
             logged = [json.loads(line) for line in log.open()][-STEPS:] if log.exists() else []
-            results |= {"rows": counters.rows(), "log": str(log), "logged": logged}
+            results |= {"rows": counters.rows(), "logged": logged}
             (args.folder / f"{mode}.json").write_text(json.dumps(results))
-    dist.barrier()
-    dist.destroy_process_group()
+
+
+def train_replicas(args: argparse.Namespace) -> None:
+    """Train three times: as it is, with another weight of a split layer, and with another weight of a whole one on both models."""
+    import torch
+    import torch.distributed as dist
+    import train_gpt
+    import train_tp
+
+    hashed = train_gpt.parameters_hash
+    given = ["--size", "tiny", "--steps", "2", "--tensor", "2"]
+    # name of the run -> end of the name of a parameter, and the ranks on which it is another one
+    runs = {"right": ("nothing", ()), "split": ("q_proj.weight", (3,)), "shared": ("input_layernorm.weight", (1, 3))}
+    for name, (ending, ranks) in runs.items():
+
+        def other(named: Any, zero3: bool, ending: str = ending, ranks: tuple[int, ...] = ranks) -> str:
+            here = dist.get_rank() in ranks
+            with torch.no_grad():
+                changed = [(key, one + 1 if here and key.endswith(ending) else one) for key, one in named]
+            return hashed(changed, zero3)
+
+        train_gpt.parameters_hash = other
+        results = train_gpt.train(train_gpt.options(train_tp.EXAMPLE).parse_args(given), train_tp.EXAMPLE)
+        if dist.get_rank() == 0:
+            (args.folder / f"{name}.json").write_text(json.dumps(results))
 
 
 if __name__ == "__main__":

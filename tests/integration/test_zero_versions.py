@@ -34,13 +34,8 @@ class DeepSpeedZeroOptimizer_Stage3:
         self.asked: list[Any] = []
 
     def step(self) -> str:
-        self.asked.append(
-            [
-                vars(param)["ds_zipccl_agreed"].version
-                for param in self.fp16_groups[0]
-                if param.ds_process_group != PLAIN
-            ]
-        )
+        trained = [vars(param) for param in self.fp16_groups[0] if param.ds_process_group != PLAIN]
+        self.asked.append([param["ds_zipccl_agreed"].version for param in trained])
         return "stepped"
 
     def load_state_dict(self, state: Any, strict: bool = True) -> tuple[Any, bool]:
@@ -90,24 +85,13 @@ class Param(SimpleNamespace):
     """A parameter, to which there are weak references."""
 
 
-def param(
-    number: int,
-    group: Any = WORLD,
-    dtype: torch.dtype = torch.bfloat16,
-    device: str = "cuda",
-    place: str | None = None,
-    stays: bool = False,
-) -> Any:
-    shard = SimpleNamespace(
-        ds_numel=8,
-        dtype=dtype,
-        device=torch.device(device),
-        final_location=place,
-        detach=lambda: torch.zeros(8),
-    )
-    made = {"ds_id": number, "ds_process_group": group, "ds_persist": stays, "ds_tensor": shard}
-    status = SimpleNamespace(name="NOT_AVAILABLE")
-    return Param(**made, ds_status=status)
+def param(number: int, group: Any = WORLD, stays: bool = False, **shard: Any) -> Any:
+    """``shard``: its dtype, its device, and its place if it is on disk."""
+    given = {"dtype": torch.bfloat16, "device": "cuda", "final_location": None, **shard}
+    given["device"] = torch.device(given["device"])
+    made = {"ds_id": number, "ds_process_group": group, "ds_persist": stays}
+    made["ds_tensor"] = SimpleNamespace(ds_numel=8, detach=lambda: torch.zeros(8), **given)
+    return Param(**made, ds_status=SimpleNamespace(name="NOT_AVAILABLE"))
 
 
 class Ranks:
@@ -158,7 +142,7 @@ def test_all_parameters_whose_shards_are_at_hand_agree_at_once(ranks: Ranks) -> 
     """By group, the largest first, in the order of their numbers; others agree when they are gathered."""
     later = {
         "offloaded": param(10, device="cpu"),
-        "on disk": param(11, place="nvme"),
+        "on disk": param(11, final_location="nvme"),
         "stays gathered": param(13, stays=True),
     }
     second, first, expert = param(2), param(1), param(0, EXPERTS)
@@ -273,7 +257,7 @@ def starts(optimizer: Any, params: Any) -> None:
 
 def test_parameters_with_bases_are_parts_of_gathers(ranks: Ranks, kept: list[Any]) -> None:
     """Also where nccl is off; not without a base of the dtype of the gather, nor with a shard on disk."""
-    on_disk = param(7, PLAIN, device="cpu", place="nvme")
+    on_disk = param(7, PLAIN, device="cpu", final_location="nvme")
     optimizer = DeepSpeedZeroOptimizer_Stage3()
     starts(optimizer, [*kept, on_disk])
     first, _, third = kept
