@@ -124,17 +124,14 @@ def test_a_long_build_says_so(
 
 
 @pytest.mark.usefixtures("own_cache")
-def test_a_compiler_that_does_not_end_is_a_build_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_compiler_that_does_not_end_or_cannot_be_run_is_a_build_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(build, "COMPILER_SECONDS", 0.2)
     with pytest.raises(build.BuildError, match=rf"^{tmp_path}/compiler .* did not end within 0\.2 s; try again"):
         build.build(slow_compiler(tmp_path, 30))
-
-
-@pytest.mark.usefixtures("own_cache")
-def test_a_compiler_that_cannot_be_run_is_a_build_error(tmp_path: Path) -> None:
-    nowhere = build.Recipe("none", lambda: (str(tmp_path / "nothing"),), (), ())
     with pytest.raises(build.BuildError, match=f"^{tmp_path}/nothing cannot be run: "):
-        build.build(nowhere)
+        build.build(build.Recipe("none", lambda: (str(tmp_path / "nothing"),), (), ()))
 
 
 @pytest.mark.usefixtures("own_cache")

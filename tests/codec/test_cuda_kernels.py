@@ -12,7 +12,7 @@ import emulation
 import mutations
 import pytest
 import torch
-from cuda_frames import GUARD, Kernel, assert_guarded, at_offset, bits, frame_of, offsets, slot, words
+from cuda_frames import CPU, GUARD, Kernel, assert_guarded, at_offset, bits, frame_of, offsets, round_trip, slot, words
 from test_cuda_sums import assert_same_sums, in_order
 
 from ds_zipccl.codecs import compress_bound, decompress
@@ -23,23 +23,9 @@ from ds_zipccl.kernels.cuda.backend import NO_FAILURE, CudaBackend, new_status, 
 @pytest.mark.parametrize("dtype", [kind.dtype for kind in corpus.FLOATS.values()], ids=corpus.FLOATS)
 def test_frames_in_slots(kernel: Kernel, dtype: torch.dtype) -> None:
     """Whole frames, header included, equal those of the CPU; more jobs than a launch takes, some of them empty."""
-    route, device = kernel
     tensors = [words(dtype, numel, numel) for numel in (0, 1, 5000, 16384, 16385, *range(3, 300, 4))]
     assert len(tensors) > 48
-    slots = [slot(compress_bound(tensor.numel(), dtype), device) for tensor in tensors]
-    overflows = torch.zeros(1, dtype=torch.int32, device=device)
-    route.encode_frames([tensor.to(device) for tensor in tensors], "cascade", 1024, [at for at, _ in slots], overflows)
-    for tensor, (at, memory) in zip(tensors, slots, strict=True):
-        wanted = frame_of(tensor)
-        assert torch.equal(at[: wanted.numel()].cpu(), wanted)
-        assert_guarded(memory, at)
-    assert overflows.item() == 0
-    outs = [torch.empty_like(tensor, device=device) for tensor in tensors]
-    status = new_status(device)
-    route.decode_frames([at for at, _ in slots], 1024, outs, status)
-    raise_failure(status)
-    for tensor, out in zip(tensors, outs, strict=True):
-        assert torch.equal(bits(out), bits(tensor))
+    round_trip(*kernel, tensors)
 
 
 @pytest.mark.parametrize("code", ["cascade", "wide"])
@@ -196,16 +182,9 @@ def _round_trips(route: CudaBackend) -> None:
     tensor[5000:6000][torch.rand(1000, generator=torch.Generator().manual_seed(3)) < 0.3] = -0.0
     whole = words(torch.bfloat16, 20_000, 4)
     for words_, block in ((tensor, 128), (whole, 1024)):
-        wanted = frame_of(words_, "cascade", block)
-        out = torch.full((compress_bound(words_.numel(), torch.bfloat16, block=block),), GUARD, dtype=torch.uint8)
-        route.encode_frames([words_], "cascade", block, [out])
-        assert torch.equal(out[: wanted.numel()], wanted)
-        back, status = torch.empty_like(words_), new_status(words_.device)
-        route.decode_frames([wanted], block, [back], status)
-        raise_failure(status)
-        assert torch.equal(bits(back), bits(words_))
-        sums = torch.empty_like(words_)
-        route.decode_sum_frames([wanted, wanted], block, torch.bfloat16, sums, status)
+        (frame,) = round_trip(route, CPU, [words_], block)
+        sums, status = torch.empty_like(words_), new_status(CPU)
+        route.decode_sum_frames([frame, frame], block, torch.bfloat16, sums, status)
         raise_failure(status)
         assert torch.equal(sums, words_ + words_)
 

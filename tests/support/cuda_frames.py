@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 
 import torch
 
 from ds_zipccl import codecs
-from ds_zipccl.kernels.cuda.backend import CudaBackend
+from ds_zipccl.kernels.cuda.backend import CudaBackend, new_status, raise_failure
 
 Kernel = tuple[CudaBackend, torch.device]
 CPU = torch.device("cpu")
@@ -74,6 +75,27 @@ def at_offset(tensor: torch.Tensor, offset: int, device: torch.device, fill: int
 def assert_guarded(memory: torch.Tensor, inside: torch.Tensor) -> None:
     begin = inside.data_ptr() - memory.data_ptr()
     assert (memory[:begin] == GUARD).all() and (memory[begin + inside.nbytes :] == GUARD).all()
+
+
+def round_trip(
+    route: CudaBackend, device: torch.device, tensors: Sequence[torch.Tensor], block: int = 1024
+) -> list[torch.Tensor]:
+    """The frames of tensors in slots, after proof that they are those of the CPU, give the words, and lie inside of their slots."""
+    slots = [slot(codecs.compress_bound(tensor.numel(), tensor.dtype, block=block), device) for tensor in tensors]
+    frames = [at for at, _ in slots]
+    overflows = torch.zeros(1, dtype=torch.int32, device=device)
+    route.encode_frames([tensor.to(device) for tensor in tensors], "cascade", block, frames, overflows)
+    for tensor, (at, memory) in zip(tensors, slots, strict=True):
+        wanted = frame_of(tensor, block=block)
+        assert torch.equal(at[: wanted.numel()].cpu(), wanted), tensor.numel()
+        assert_guarded(memory, at)
+    assert overflows.item() == 0
+    outs, status = [torch.empty_like(tensor, device=device) for tensor in tensors], new_status(device)
+    route.decode_frames(frames, block, outs, status)
+    raise_failure(status)
+    for tensor, out in zip(tensors, outs, strict=True):
+        assert torch.equal(bits(out), bits(tensor)), tensor.numel()
+    return frames
 
 
 class NoLauncher:

@@ -1,4 +1,4 @@
-"""Segments, and one frame of each: for golden frames, and to damage (:mod:`good_frames`)."""
+"""Segments, and one frame of each: for golden frames, and to damage (:mod:`mutations`)."""
 
 from __future__ import annotations
 
