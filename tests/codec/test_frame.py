@@ -53,6 +53,10 @@ def _entry(mode: int, tail: int, data: bytes = b"\1" * 16) -> Raw:
     return replace(CODED, payload=CODED.payload[:16] + table.ljust(16, b"\0") + data.ljust(16, b"\0"))
 
 
+def _other(frame: Raw, at: int, data: bytes) -> Raw:
+    return replace(frame, payload=frame.payload[:at] + data + frame.payload[at + len(data) :])
+
+
 REFUSED = {
     "magic": (replace(GOOD, magic=b"ZCCM"), FrameErrorCode.MAGIC),
     "version 0": (replace(GOOD, version=0), FrameErrorCode.VERSION),
@@ -100,15 +104,9 @@ REFUSED = {
     "unknown checksum": (replace(GOOD, flags=1, checksum_id=2), FrameErrorCode.CHECKSUM),
     "first chunk before the index ends": (replace(CODED, payload=bytes(32)), FrameErrorCode.INDEX),
     "first chunk late": (replace(CODED, payload=bytes([2]) + bytes(31)), FrameErrorCode.INDEX),
-    "second chunk outside": (
-        replace(CHUNKS, payload=CHUNKS.payload[:4] + b"\xff" * 4 + CHUNKS.payload[8:]),
-        FrameErrorCode.INDEX,
-    ),
+    "second chunk outside": (_other(CHUNKS, 4, b"\xff" * 4), FrameErrorCode.INDEX),
     "second chunk before the first": (replace(CHUNKS, payload=CHUNKS.payload[:4] + bytes(204)), FrameErrorCode.INDEX),
-    "second chunk inside the first": (
-        replace(CHUNKS, payload=CHUNKS.payload[:4] + b"\3" + CHUNKS.payload[5:]),
-        FrameErrorCode.BLOCK,
-    ),
+    "second chunk inside the first": (_other(CHUNKS, 4, b"\3"), FrameErrorCode.BLOCK),
     "payload longer than its chunk": (replace(CODED, payload=CODED.payload + bytes(16)), FrameErrorCode.BLOCK),
     "mode 4": (_entry(4, 0), FrameErrorCode.BLOCK),
     "mode 7": (_entry(7, 0), FrameErrorCode.BLOCK),
@@ -127,10 +125,7 @@ REFUSED = {
     "bits of bytes": (Raw(codec=9, payload=b"a"), FrameErrorCode.CODEC),
     "two bytes of bits": (Raw(codec=9, dtype=10, payload=b"ab"), FrameErrorCode.SIZE),
     "blocks of bits": (Raw(codec=9, dtype=10, log2=7, payload=b"a"), FrameErrorCode.RESERVED),
-    "trim of 24 bits": (
-        replace(CODED, dtype=3, payload=CODED.payload[:19] + bytes([24]) + bytes(12)),
-        FrameErrorCode.BLOCK,
-    ),
+    "trim of 24 bits": (_other(replace(CODED, dtype=3), 19, bytes([24])), FrameErrorCode.BLOCK),
 }
 
 
