@@ -4,52 +4,19 @@ from __future__ import annotations
 
 import pickle
 import struct
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import corpus
 import from_format
 import pytest
 import torch
+from from_format import Raw
 from hypothesis import given
 from hypothesis import strategies as st
 
 import ds_zipccl
 from ds_zipccl import frame as framing
 from ds_zipccl.frame import ChecksumId, CodecId, FrameErrorCode, Header
-
-LAYOUT = "<4s8BIQQ"  # FORMAT.md section 1, not frame.py's
-
-
-@dataclass(frozen=True)
-class Raw:
-    """A frame by its fields, none of them checked; ``size`` None stands for the true length."""
-
-    magic: bytes = b"ZCCL"
-    version: int = 2
-    codec: int = 0
-    dtype: int = 6
-    flags: int = 0
-    ndim: int = 0
-    log2: int = 0
-    checksum_id: int = 0
-    reserved: int = 0
-    checksum: int = 0
-    numel: int = 4
-    size: int | None = None
-    dims: tuple[int, ...] = ()
-    padding: bytes | None = None
-    payload: bytes = b"abcd"
-
-    def bytes(self) -> bytes:
-        dims = struct.pack(f"<{len(self.dims)}Q", *self.dims)
-        dims += bytes(-len(dims) % 16) if self.padding is None else self.padding
-        size = 32 + len(dims) + len(self.payload) if self.size is None else self.size
-        fields = (self.magic, self.version, self.codec, self.dtype, self.flags, self.ndim, self.log2, self.checksum_id)
-        return struct.pack(LAYOUT, *fields, self.reserved, self.checksum, self.numel, size) + dims + self.payload
-
-    def tensor(self) -> torch.Tensor:
-        return torch.frombuffer(bytearray(self.bytes()), dtype=torch.uint8)
-
 
 GOOD = Raw()
 SHAPED = Raw(flags=2, ndim=3, dims=(2, 1, 2))
@@ -60,10 +27,10 @@ CHUNKS = Raw(codec=1, dtype=1, log2=7, numel=4096, payload=bytes([1, 0, 0, 0, 4]
 HUGE = 1 << 62
 
 
-def code(frame: Raw | torch.Tensor, out: torch.Tensor | None = None, route: str = "auto") -> FrameErrorCode | None:
+def code(frame: Raw | torch.Tensor, out: torch.Tensor | None = None, **more: object) -> FrameErrorCode | None:
     """Return why decompress refuses the frame; None if it does not. Any error but a FrameError is a failure."""
     try:
-        ds_zipccl.decompress(frame.tensor() if isinstance(frame, Raw) else frame, out, route=route)
+        ds_zipccl.decompress(frame.tensor() if isinstance(frame, Raw) else frame, out, **more)
     except ds_zipccl.FrameError as error:
         assert str(error).startswith(error.code.name + ": ")
         return error.code
@@ -84,6 +51,10 @@ def _entry(mode: int, tail: int, data: bytes = b"\1" * 16) -> Raw:
     """CODED with another table entry for its only block, and ``data``, padded, after the table."""
     table = bytes([0]) + struct.pack("<H", mode << 13 | tail)
     return replace(CODED, payload=CODED.payload[:16] + table.ljust(16, b"\0") + data.ljust(16, b"\0"))
+
+
+def _other(frame: Raw, at: int, data: bytes) -> Raw:
+    return replace(frame, payload=frame.payload[:at] + data + frame.payload[at + len(data) :])
 
 
 REFUSED = {
@@ -133,15 +104,9 @@ REFUSED = {
     "unknown checksum": (replace(GOOD, flags=1, checksum_id=2), FrameErrorCode.CHECKSUM),
     "first chunk before the index ends": (replace(CODED, payload=bytes(32)), FrameErrorCode.INDEX),
     "first chunk late": (replace(CODED, payload=bytes([2]) + bytes(31)), FrameErrorCode.INDEX),
-    "second chunk outside": (
-        replace(CHUNKS, payload=CHUNKS.payload[:4] + b"\xff" * 4 + CHUNKS.payload[8:]),
-        FrameErrorCode.INDEX,
-    ),
+    "second chunk outside": (_other(CHUNKS, 4, b"\xff" * 4), FrameErrorCode.INDEX),
     "second chunk before the first": (replace(CHUNKS, payload=CHUNKS.payload[:4] + bytes(204)), FrameErrorCode.INDEX),
-    "second chunk inside the first": (
-        replace(CHUNKS, payload=CHUNKS.payload[:4] + b"\3" + CHUNKS.payload[5:]),
-        FrameErrorCode.BLOCK,
-    ),
+    "second chunk inside the first": (_other(CHUNKS, 4, b"\3"), FrameErrorCode.BLOCK),
     "payload longer than its chunk": (replace(CODED, payload=CODED.payload + bytes(16)), FrameErrorCode.BLOCK),
     "mode 4": (_entry(4, 0), FrameErrorCode.BLOCK),
     "mode 7": (_entry(7, 0), FrameErrorCode.BLOCK),
@@ -160,10 +125,7 @@ REFUSED = {
     "bits of bytes": (Raw(codec=9, payload=b"a"), FrameErrorCode.CODEC),
     "two bytes of bits": (Raw(codec=9, dtype=10, payload=b"ab"), FrameErrorCode.SIZE),
     "blocks of bits": (Raw(codec=9, dtype=10, log2=7, payload=b"a"), FrameErrorCode.RESERVED),
-    "trim of 24 bits": (
-        replace(CODED, dtype=3, payload=CODED.payload[:19] + bytes([24]) + bytes(12)),
-        FrameErrorCode.BLOCK,
-    ),
+    "trim of 24 bits": (_other(replace(CODED, dtype=3), 19, bytes([24])), FrameErrorCode.BLOCK),
 }
 
 

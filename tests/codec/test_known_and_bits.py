@@ -15,6 +15,13 @@ from ds_zipccl import frame as framing
 from ds_zipccl.frame import FrameErrorCode
 
 
+def code(frame: torch.Tensor, **arguments: object) -> FrameErrorCode:
+    """Why the frame is refused."""
+    with pytest.raises(ds_zipccl.FrameError) as caught:
+        codecs.decompress(frame, **arguments)
+    return caught.value.code
+
+
 @pytest.mark.parametrize("dtype", framing.DTYPE_IDS, ids=str)
 def test_a_known_tensor_is_its_hash(route: str, dtype: torch.dtype) -> None:
     data = torch.from_numpy(corpus.hashes(400, 3).view(np.uint8).copy())
@@ -26,20 +33,12 @@ def test_a_known_tensor_is_its_hash(route: str, dtype: torch.dtype) -> None:
     assert codecs.decompress(frame, kept, base=kept, route=route) is kept
     wrong = kept.clone()
     wrong.view(torch.uint8)[77] ^= 1
-    for base, code in (
-        (wrong, FrameErrorCode.MISMATCH),
-        (kept[1:], FrameErrorCode.MISMATCH),
-        (None, FrameErrorCode.CODEC),
-    ):
-        with pytest.raises(ds_zipccl.FrameError) as caught:
-            codecs.decompress(frame, base=base, route=route)
-        assert caught.value.code is code
-    for end, said in ((47, FrameErrorCode.SIZE), (48, FrameErrorCode.SIZE)):
+    assert code(frame, base=wrong, route=route) is code(frame, base=kept[1:], route=route) is FrameErrorCode.MISMATCH
+    assert code(frame, route=route) is FrameErrorCode.CODEC
+    for end in (47, 48):
         changed = torch.cat([frame[:end], torch.zeros(2 * end - 94, dtype=torch.uint8)])
         changed[24] = len(changed)
-        with pytest.raises(ds_zipccl.FrameError) as caught:
-            codecs.decompress(changed, base=kept, route=route)
-        assert caught.value.code is said
+        assert code(changed, base=kept, route=route) is FrameErrorCode.SIZE
 
 
 def test_bools_travel_as_bits() -> None:
@@ -56,9 +55,7 @@ def test_bools_travel_as_bits() -> None:
         for change in (-1, 1):
             changed = torch.cat([frame, torch.zeros(1, dtype=torch.uint8)])[: frame.numel() + change]
             changed[24:26] = torch.tensor([len(changed) % 256, len(changed) // 256], dtype=torch.uint8)
-            with pytest.raises(ds_zipccl.FrameError) as caught:
-                codecs.decompress(changed)
-            assert caught.value.code in (FrameErrorCode.SIZE, FrameErrorCode.TRUNCATED)
+            assert code(changed) in (FrameErrorCode.SIZE, FrameErrorCode.TRUNCATED)
 
 
 def test_a_bool_of_another_byte_is_no_bit() -> None:

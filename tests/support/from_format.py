@@ -5,8 +5,10 @@ from __future__ import annotations
 import struct
 import zlib
 from collections import namedtuple
+from dataclasses import dataclass
 
 import numpy as np
+import torch
 import xxhash
 from from_format_delta import decode_change, decode_list, demand, encode_change, encode_list, form_of, width
 
@@ -24,14 +26,13 @@ MODES = {"cascade": CASCADE, "wide": WIDE}
 CHUNK = 16
 #: checksum_id -> checksum of a whole frame (1.3); the last one is that of encoders
 CHECKSUMS = {0: zlib.crc32, 1: lambda frame: xxhash.xxh3_64_intdigest(frame) % (1 << 32)}
-
-
-#: The fields of section 1, in their order.
+LAYOUT = "<4s8BIQQ"
+#: The fields of section 1, in the order of LAYOUT.
 Header = namedtuple("Header", "magic version codec dtype flags ndim log2 checksum_id reserved checksum numel size")
 
 
 def header_at(data: bytes, at: int = 0) -> Header:
-    return Header(*struct.unpack_from("<4s8BIQQ", data, at))
+    return Header(*struct.unpack_from(LAYOUT, data, at))
 
 
 def _pad(data: bytes) -> bytes:
@@ -345,7 +346,7 @@ def framed(
     flags, size = checksum + 2 * (shape is not None), 32 + len(dims) + len(payload)
     log2 = block.bit_length() - 1
     header = Header(b"ZCCL", 2, codec, dtype, flags, len(shape or ()), log2, 0, 0, 0, elements, size)
-    frame = struct.pack("<4s8BIQQ", *header) + dims + payload
+    frame = struct.pack(LAYOUT, *header) + dims + payload
     return with_checksum(frame, max(CHECKSUMS)) if checksum else frame
 
 
@@ -353,3 +354,34 @@ def with_checksum(frame: bytes, kind: int) -> bytes:
     """Return ``frame`` with the checksum of this id in place of any other."""
     bare = frame[:7] + bytes([frame[7] | 1]) + frame[8:10] + bytes([kind]) + frame[11:12] + bytes(4) + frame[16:]
     return bare[:12] + struct.pack("<I", CHECKSUMS[kind](bare)) + bare[16:]
+
+
+@dataclass(frozen=True)
+class Raw:
+    """A frame by its fields, for tests: none of them is checked; ``size`` None stands for the true length."""
+
+    magic: bytes = b"ZCCL"
+    version: int = 2
+    codec: int = 0
+    dtype: int = 6
+    flags: int = 0
+    ndim: int = 0
+    log2: int = 0
+    checksum_id: int = 0
+    reserved: int = 0
+    checksum: int = 0
+    numel: int = 4
+    size: int | None = None
+    dims: tuple[int, ...] = ()
+    padding: bytes | None = None
+    payload: bytes = b"abcd"
+
+    def bytes(self) -> bytes:
+        dims = struct.pack(f"<{len(self.dims)}Q", *self.dims)
+        dims += bytes(-len(dims) % 16) if self.padding is None else self.padding
+        size = 32 + len(dims) + len(self.payload) if self.size is None else self.size
+        fields = (self.magic, self.version, self.codec, self.dtype, self.flags, self.ndim, self.log2, self.checksum_id)
+        return struct.pack(LAYOUT, *fields, self.reserved, self.checksum, self.numel, size) + dims + self.payload
+
+    def tensor(self) -> torch.Tensor:
+        return torch.frombuffer(bytearray(self.bytes()), dtype=torch.uint8)
