@@ -23,13 +23,14 @@ torch.set_num_threads(1)
 
 #: Files whose tests run DeepSpeed. On a machine without it they are not collected, and the last lines of pytest say so.
 NEED_DEEPSPEED = (
-    "benchmarks/tests/test_bench_experts.py",
+    "benchmarks/tests/test_bench_roles.py",
     "benchmarks/tests/test_bench_train.py",
     "tests/cli/test_notebook.py",
     "tests/comm/test_environments.py",
     "tests/docs/test_docs.py",
     "tests/integration/test_backend.py",
     "tests/integration/test_backend_traffic.py",
+    "tests/integration/test_bypass.py",
     "tests/integration/test_engines.py",
     "tests/integration/test_engines_agreed.py",
     "tests/integration/test_engines_bases.py",
@@ -47,6 +48,7 @@ NEED_DEEPSPEED = (
     "tests/integration/test_peft_edits.py",
     "tests/integration/test_peft_trainers.py",
     "tests/integration/test_recipes.py",
+    "tests/integration/test_start_line.py",
     "tests/integration/test_telemetry_ranks.py",
     "tests/integration/test_train.py",
     "tests/test_way_of_a_tensor.py",

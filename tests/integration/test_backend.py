@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import tiers
 from backend_programs import succeed
+from places import ROOT
 
 
 def test_section_table_and_monitor(tmp_path: Path) -> None:
@@ -69,15 +70,6 @@ def sums(stage=2, micro=1, **more):
     return calls, dict(whole)
 unknown = "the owners of the bucket are not known"
 to_owners = ({"reduce_to_owners": 2}, {})
-"""
-
-
-def test_gradients_go_to_their_owners(tmp_path: Path) -> None:
-    """Gradients go to their owners where DeepSpeed names them, and each sum equals the plain one. Elsewhere the table gives the reason."""
-    succeed(
-        tmp_path,
-        OWNERS
-        + """
 assert sums(1) == sums(2) == to_owners
 assert sums(communication_data_type="fp32") == sums(zero={"overlap_comm": True}) == to_owners
 assert sums(zero={"round_robin_gradients": True}) == to_owners
@@ -100,9 +92,12 @@ calls, whole = sums(zero={"reduce_bucket_size": 66000})  # a bucket for every la
 assert set(calls) == {"reduce_to_owners"} and not whole, (calls, whole)
 assert sums(zero={"reduce_bucket_size": 200000, "round_robin_gradients": True}) == ({"reduce_to_owners": 4}, {})
 leave()
-""",
-        ranks=3,
-    )
+"""
+
+
+def test_gradients_go_to_their_owners(tmp_path: Path) -> None:
+    """Gradients go to their owners where DeepSpeed names them, and each sum equals the plain one. Elsewhere the table gives the reason."""
+    succeed(tmp_path, OWNERS, ranks=3)
 
 
 def test_environment_switches_on_without_an_engine(tmp_path: Path) -> None:
@@ -162,6 +157,70 @@ leave()
     )
 
 
+# ---- lossy roles: the line about them, the switch of the environment
+
+ROLES = {"tp": {"codec": "int", "bits": 6, "when": "forward"}}
+SECTION = {"enabled": True, "mode": "always", "lossy": True, "roles": ROLES}
+
+STARTS = """
+e = engine(SECTION)
+config = deepspeed.comm.comm.cdb.job.config
+print("CODECS", config.lossy_of("tp", "forward"), config.lossy_of("tp"), config.lossy_of("zero_grad"))
+leave()
+"""
+
+
+def test_the_line_comes_last_and_from_rank_0(tmp_path: Path) -> None:
+    first, second = succeed(tmp_path, STARTS.replace("SECTION", repr(SECTION)))
+    lines = [line for line in first.splitlines() if line.startswith("[ds_zipccl")]
+    assert " on, codes cpu tensors over gloo; " in lines[0]
+    assert lines[1] == "[ds_zipccl] LOSSY by config: tp int bits 6 group 128 forward only; all other roles bit-exact"
+    assert "LOSSY" not in second and "CODECS int bits 6 group 128 None None" in first and "CODECS int" in second
+
+
+@pytest.mark.full(reason="the sections are tested without ranks in the short tier")
+def test_the_switch_of_the_environment_is_never_lossy(tmp_path: Path) -> None:
+    """DS_ZIPCCL=1 precedes the section of the config, and allows nothing."""
+    for text in succeed(tmp_path, STARTS.replace("SECTION", repr(SECTION)), DS_ZIPCCL="1"):
+        assert "LOSSY" not in text
+        assert "CODECS None None None" in text
+
+
+TRAINS = """
+from ds_zipccl.telemetry import counters
+section = {**json.load(open(EXAMPLE))["zipccl"], "mode": "always", "log_interval": 2}
+e = engine({**section, "step_log": STEPS}, 1, csv_monitor={"enabled": True, "output_path": FOLDER, "job_name": "run"})
+for _ in range(20):
+    e.backward(e(torch.randn(1, 256).bfloat16()).float().mean())
+    e.step()
+print("LOSSY ROWS", json.dumps(counters.lossy()))
+leave()
+"""
+
+
+@pytest.mark.full(reason="the parts have tests of their own in the short tier")
+def test_a_hybrid_policy_trains_and_tells_its_error(tmp_path: Path) -> None:
+    """The example of MZHybrid: the line at the start, the table, the step log and the monitor of a job with ZeRO-1."""
+    values = {"EXAMPLE": ROOT / "examples" / "ds_config_mzhybrid.json", "STEPS": tmp_path / "steps", "FOLDER": tmp_path}
+    program = TRAINS
+    for name, value in values.items():
+        program = program.replace(name, repr(str(value)))
+    first, second = succeed(tmp_path, program)
+    assert "LOSSY by config: zero_grad round mantissa 2; dp round mantissa 2; all other roles bit-exact\n" in first
+    for text in (first, second):
+        (row,) = json.loads(text.split("LOSSY ROWS ")[1].splitlines()[0])
+        assert (row["role"], row["op"], row["codec"]) == ("zero_grad", "reduce_to_owners", "round mantissa 2")
+        assert row["frames"] >= 20 and 0.02 < row["error"] < 0.08 and row["ratio"] > 2
+    assert "zero_grad reduce_to_owners: round mantissa 2, relative L2 error 0.0" in first
+    steps = [json.loads(line)["roles"] for line in (tmp_path / "steps").read_text().splitlines()]
+    errors = [roles["zero_grad"]["error"] for roles in steps if "error" in roles["zero_grad"]]
+    assert errors and all(0.02 < error < 0.08 for error in errors)
+    assert not any("error" in roles.get("zero_param", {}) for roles in steps)
+    assert (tmp_path / "run" / "Train_zipccl_zero_grad_error.csv").exists()
+
+
+# ---- sections that are refused, imports
+
 #: Sections of the two ranks -> parts of the error that each of them raises.
 REFUSED: dict[str, tuple[Any, Any, list[str]]] = {
     "keys": (*[{"enabled": True, "min_byte": 1, "reduction": "sum"}] * 2,
@@ -215,6 +274,13 @@ IMPORT_ORDERS = {
 }
 
 
+def interpreted(program: str, *options: str) -> subprocess.CompletedProcess[str]:
+    """Run ``program`` in an interpreter of its own."""
+    env = {**os.environ, "DS_ACCELERATOR": "cpu", "DS_ZIPCCL": ""}
+    command = [sys.executable, *options, "-c", program]
+    return subprocess.run(command, env=env, capture_output=True, text=True)
+
+
 @pytest.mark.parametrize(
     "order", tiers.mostly_full(IMPORT_ORDERS, ["deepspeed first", "engine only"], "each imports DeepSpeed once more")
 )
@@ -228,31 +294,23 @@ reduce = zero12.DeepSpeedZeroOptimizer.allreduce_and_copy_with_multiple_ranks
 for adopted in (deepspeed.comm.configure, engine.DeepSpeedEngine._take_model_step, reduce):
     assert hasattr(adopted, "ds_zipccl"), adopted
 """
-    env = {**os.environ, "DS_ACCELERATOR": "cpu"}
-    env.pop("DS_ZIPCCL", None)
-    done = subprocess.run(
-        [sys.executable, "-W", "error::RuntimeWarning", "-c", program], env=env, capture_output=True, text=True
-    )
+    done = interpreted(program, "-W", "error::RuntimeWarning")
     assert done.returncode == 0, done.stderr
 
 
 def test_a_broken_hook_never_breaks_the_import() -> None:
-    program = """
+    done = interpreted("""
 import ds_zipccl.integration.autoload as autoload
 autoload.HOOKS["deepspeed.comm.comm"] = "no_such_function"
 import deepspeed.comm.comm as comm
 assert comm.TorchBackend.__name__ == "TorchBackend"
-"""
-    done = subprocess.run(
-        [sys.executable, "-c", program], env={**os.environ, "DS_ACCELERATOR": "cpu"}, capture_output=True, text=True
-    )
+""")
     assert done.returncode == 0 and "ds_zipccl stays off" in done.stderr, done.stderr
 
 
 def test_importing_torch_stays_light() -> None:
     """The entry point must not pull DeepSpeed or numba into every process that imports torch."""
-    program = (
-        "import sys, torch; print(json.dumps([m for m in ('deepspeed', 'numba', 'pydantic') if m in sys.modules]))"
+    done = interpreted(
+        "import sys, torch; assert not {'deepspeed', 'numba', 'pydantic'} & set(sys.modules), sys.modules"
     )
-    done = subprocess.run([sys.executable, "-c", "import json; " + program], capture_output=True, text=True, check=True)
-    assert json.loads(done.stdout) == []
+    assert done.returncode == 0, done.stderr

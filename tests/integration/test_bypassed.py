@@ -15,7 +15,7 @@ from backend_programs import succeed
 from ds_zipccl.cli import doctor, doctor_ranks
 from ds_zipccl.cli.doctor_ranks import RankReport
 from ds_zipccl.cli.planning import job, user_job
-from ds_zipccl.integration import bypassed
+from ds_zipccl.integration import bypassed, start_line
 from ds_zipccl.integration.bypassed import FEATURES, Facts
 from ds_zipccl.policy.cost_model import LinkProfile
 
@@ -32,7 +32,8 @@ def experts(**keys: Any) -> dict[str, Any]:
 
 FETCH, QUANTIZED = "stage3_use_all_reduce_for_fetch_params", "zero_quantized_weights"
 #: (config, what else is known, names of the features).
-CASES: list[tuple[dict[str, Any], dict[str, Any], list[str]]] = [
+Case = tuple[dict[str, Any], dict[str, Any], list[str]]
+CASES: list[Case] = [
     *((zero(stage) | {"compile": {"deepcompile": True}}, {}, ["DeepCompile"]) for stage in (1, 2, 3)),
     ({"zero_optimization": True, "compile": {"deepcompile": "true", "passes": ["z1"]}}, {}, ["DeepCompile"]),
     (zero(2) | experts(), {}, ["DeepEP"]),
@@ -63,23 +64,17 @@ def named(lines: list[str]) -> list[str]:
     return [line.split(": ")[1] for line in lines]
 
 
-@pytest.mark.parametrize(("config", "known", "names"), CASES)
+@pytest.mark.parametrize("case", CASES)
 def test_a_line_for_each_feature(
-    config: dict[str, Any],
-    known: dict[str, Any],
-    names: list[str],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    case: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """In the lines of the start, in those of the doctor, and in its file; and the doctor predicts no step of ZeRO that would be wrong."""
+    config, known, names = case
     facts = Facts(config, **known)
     lines = bypassed.lines(facts)
     assert named(lines) == names and all(line.startswith("bypassed: ") and "; to do: " in line for line in lines)
     if isinstance(config.get("zero_optimization"), bool):
         return  # the doctor wants the section
-    from ds_zipccl.integration import start_line
-
     monkeypatch.setattr(start_line, "device_here", lambda: (facts.device, facts.backend or "gloo"))
     (path := tmp_path / "ds_config.json").write_text(json.dumps({**config, "zipccl": {"enabled": True}}))
     args = argparse.Namespace(ds_config=str(path), params=None)
@@ -162,16 +157,12 @@ def test_engines_say_it_once(tmp_path: Path) -> None:
     """A line for an engine that fetches by sums, for DDP in the model and for CCLBackend, each once; none for a plain config."""
     first, other = succeed(tmp_path, ENGINES)
     said = {part.partition("\n")[0].strip(): part for part in first.split("##")}
-    lines = {
-        what: named([line for line in text.splitlines() if line.startswith("[ds_zipccl] bypassed: ")])
+    told = {
+        what: named(lines)
         for what, text in said.items()
+        if (lines := [line for line in text.splitlines() if line.startswith("[ds_zipccl] bypassed: ")])
     }
-    lines = {what: names for what, names in lines.items() if names}
-    assert lines == {
-        "fetch": [FETCH],
-        "model": ["DDP, FSDP or DTensor in the model"],
-        "ccl": ["CCLBackend"],
-    }
+    assert told == {"fetch": [FETCH], "model": ["DDP, FSDP or DTensor in the model"], "ccl": ["CCLBackend"]}
     assert "bypassed" not in other
     (ops,) = (line for line in said["fetch"].splitlines() if line.startswith("OPS"))
     assert "all_reduce" in ops and "all_gather" not in ops

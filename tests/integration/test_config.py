@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import enum
 import json
+import re
 from dataclasses import FrozenInstanceError, asdict, replace
 from pathlib import Path
 from typing import get_args
@@ -35,7 +36,7 @@ GOOD = [
     {},
     {"enabled": True},
     {"reduction": "match", "check": "shadow", "codec": "raw", "block": 128, "min_bytes": 0, "route": "numba"},
-    {"roles": {"zero_param": "never", "ep": "always"}, "log_interval": 0},
+    {"roles": dict.fromkeys(ROLES, "never"), "log_interval": 0},
     {"lossy": True},
     {"lossy": True, "roles": {"tp": {"codec": "taco_fp8", "group": 64}, "dp": "never"}},
     {"step_log": ""},
@@ -68,6 +69,8 @@ def test_a_config_cannot_be_made_wrong() -> None:
         replace(DEFAULT, route="cuda", mode="on")
     with pytest.raises(TypeError, match="enable"):
         ZipcclConfig(enable=True)  # type: ignore[call-arg]
+    with pytest.raises(TypeError, match="positional"):
+        ZipcclConfig(True)  # type: ignore[misc]
 
 
 class Mode(str, enum.Enum):
@@ -85,19 +88,17 @@ class Written(int):
 def test_values_of_subclasses_become_plain() -> None:
     section = {
         Quoted("mode"): Mode.never, "codec": Quoted("wide"), "step_log": Quoted("a"), "block": Written(512), "min_bytes": Written(1),
-        "roles": {Quoted("dp"): Mode.never},
+        "lossy": True, "roles": {Quoted("dp"): Mode.never, "tp": {"codec": "round", "mantissa": Written(5), "mode": "auto"}},
     }  # fmt: skip
-    plain = {"mode": "never", "codec": "wide", "step_log": "a", "block": 512, "min_bytes": 1, "roles": {"dp": "never"}}
+    plain = {"mode": "never", "codec": "wide", "step_log": "a", "block": 512, "min_bytes": 1}
+    plain |= {"lossy": True, "roles": {"dp": "never", "tp": {"codec": "round", "mantissa": 5, "mode": "auto"}}}
     config = asdict(parse_section(section))
     assert config == {**asdict(ZipcclConfig()), **plain}
-    assert [type(config[name]) for name in plain] == [str, str, str, int, int, dict]
-    assert [(type(name), type(mode)) for name, mode in config["roles"].items()] == [(str, str)]
+    assert [type(config[name]) for name in plain] == [str, str, str, int, int, bool, dict]
+    assert [type(each) for each in (*config["roles"], config["roles"]["dp"], config["roles"]["tp"]["mantissa"])] == [
+        str
+    ] * 3 + [int]
     assert parse_section(section).mode_of("dp") == "never"
-
-
-def test_values_are_named() -> None:
-    with pytest.raises(TypeError, match="positional"):
-        ZipcclConfig(True)  # type: ignore[misc]
 
 
 def test_a_config_keeps_its_roles() -> None:
@@ -109,20 +110,15 @@ def test_a_config_keeps_its_roles() -> None:
 
 REFUSED = [
     ({"enable": True}, ['"zipccl.enable" is not a known key', 'did you mean "enabled"?', f"known keys: {NAMES}"]),
-    ({"blocks": 512}, ['"zipccl.blocks" is not a known key', 'did you mean "block"?']),
     ({"xyzzy": 1}, ['"zipccl.xyzzy" is not a known key; known keys: ']),
     ({3: 1}, ['"zipccl.3" is not a known key']),
     ({"enabled": 1}, ['"zipccl.enabled" must be true | false, got 1']),
-    ({"enabled": "true"}, ['"zipccl.enabled" must be true | false, got "true"']),
     ({"enabled": None}, ["got null"]),
     ({"block": 300}, ['"zipccl.block" must be 128 | 256 | 512 | 1024, got 300']),
     ({"block": "512"}, ['got "512"']),
-    ({"block": 512.5}, ["128 | 256 | 512 | 1024, got 512.5"]),
     ({"min_bytes": -1}, ['"zipccl.min_bytes" must be an integer >= 0 and <= 1099511627776, got -1']),
     ({"min_bytes": "64k"}, ['got "64k"']),
     ({"min_bytes": True}, ["<= 1099511627776, got true"]),
-    ({"min_bytes": 1.0}, ["<= 1099511627776, got 1.0"]),
-    ({"staging_mib": 0}, ['"zipccl.staging_mib" must be an integer >= 1 and <= 16777216, got 0']),
     *[
         ({key: 10**20}, [f'"zipccl.{key}" must be an integer >= ', f"<= {one.bounds.most}, got {10**20}"])
         for key, one in KEYS.items()
@@ -130,12 +126,9 @@ REFUSED = [
     ],
     ({"block": 512.0}, ["got 512.0"]),
     ({"mode": ["auto"]}, ['"auto" | "always" | "never", got ["auto"]']),
-    ({"torch_distributed": 1}, ['"zipccl.torch_distributed" must be true | false, got 1']),
     ({"log_interval": 1.5}, ['"zipccl.log_interval" must be an integer >= 0 and <= 1000000000, got 1.5']),
     ({"step_log": None}, ['"zipccl.step_log" must be a string, got null']),
-    ({"step_log": ["a"]}, ['"zipccl.step_log" must be a string, got ["a"]']),
     ({"reduction": "sum"}, ['"zipccl.reduction" must be "auto" | "match" | "fp32" | "plain", got "sum"']),
-    ({"codec": "window"}, ['"zipccl.codec" is now "wide", it was "window"; write "wide"']),
     ({"codec": "zstd"}, ['"cascade" | "wide" | "raw", got "zstd"']),
     ({"route": "cuda"}, ['"auto" | "native" | "numba" | "cupy", got "cuda"']),
     ({"check": True}, ['"off" | "shadow", got true']),
@@ -148,8 +141,6 @@ REFUSED = [
         {"roles": {"dp": "sometimes"}},
         ['to "auto" | "always" | "never", or an object with a lossy "codec", got {"dp": "sometimes"}'],
     ),
-    ({"roles": {"dp": 3}}, ['with a lossy "codec", got {"dp": 3}']),
-    ({"lossy": 1}, ['"zipccl.lossy" must be true | false, got 1']),
     ({"roles": ["dp"]}, ['"zipccl.roles" must be', 'got ["dp"]']),
     ({"block": 1, "enabeld": 1}, ['"zipccl.block" must be', '"zipccl.enabeld" is not a known key']),
     ([], ['"zipccl" must be an object such as {"enabled": true}, got []']),
@@ -168,16 +159,10 @@ def test_refused_sections(section: object, words: list[str]) -> None:
     assert len(str(caught.value).splitlines()) == problems, "one line a key"
 
 
-@pytest.mark.parametrize("role", ROLES)
-def test_every_role_can_be_switched(role: str) -> None:
-    assert parse_section({"roles": {role: "never"}}).roles == {role: "never"}
-
-
 @pytest.mark.parametrize(
-    "text, section",
+    ("text", "section"),
     [
         (None, None),
-        ("", None),
         ("  ", None),
         ("0", {"enabled": False}),
         (" 1\n", {"enabled": True}),
@@ -190,39 +175,27 @@ def test_environment(text: str | None, section: dict[str, object] | None) -> Non
     assert environment_section({} if text is None else {"DS_ZIPCCL": text}) == section
 
 
+NO_SECTIONS = ("true", "yes", "2", "01", "[1]", '"1"', "null", "{bad", "{'block': 256}")
+TWICE = '{"roles": {"dp": {"codec": "round", "mantissa": 3, "mantissa": 3, "codec": "int4"}}}'
+
+
 @pytest.mark.parametrize(
-    ("text", "twins"),
+    ("text", "said"),
     [
-        ('{"lossy": false, "lossy": true}', '"lossy"'),
-        ('{"roles": {"dp": "auto", "dp": "never", "tp": "auto"}}', '"dp"'),
-        ('{"roles": {"dp": {"codec": "round", "mantissa": 3, "mantissa": 3, "codec": "int4"}}}', '"codec", "mantissa"'),
+        *((text, f"must be 0, 1 or the section as a JSON object, got {text!r}") for text in NO_SECTIONS),
+        ('{"lossy": false, "lossy": true}', 'has "lossy" more than once'),
+        ('{"roles": {"dp": "auto", "dp": "never", "tp": "auto"}}', 'has "dp" more than once'),
+        (TWICE, 'has "codec", "mantissa" more than once'),
     ],
 )
-def test_a_key_twice_in_the_environment(text: str, twins: str) -> None:
-    with pytest.raises(ConfigError, match=f"has {twins} more than once"):
+def test_refused_environment(text: str, said: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(f"DS_ZIPCCL {said}")):
         environment_section({"DS_ZIPCCL": text})
-
-
-@pytest.mark.parametrize("text", ["true", "yes", "2", "01", "[1]", '"1"', "null", "{bad", "{'block': 256}"])
-def test_refused_environment(text: str) -> None:
-    with pytest.raises(ConfigError, match="DS_ZIPCCL must be 0, 1 or the section as a JSON object") as caught:
-        environment_section({"DS_ZIPCCL": text})
-    assert repr(text) in str(caught.value)
 
 
 def test_near_misses() -> None:
-    ordinary = {
-        "train_batch_size": 1,
-        "zero_optimization": {},
-        "bf16": {},
-        "fp16": {},
-        "gradient_clipping": 1.0,
-        "compression_training": {},
-        "communication_data_type": "fp32",
-        "zenflow": {},
-        "zipccl": {},
-        "flops_profiler": {},
-    }
+    words = "train_batch_size zero_optimization bf16 fp16 gradient_clipping compression_training communication_data_type zipccl"
+    ordinary = dict.fromkeys(words.split())
     assert near_misses(ordinary) == []
     for wrong in ("zipcl", "zip_ccl", "zipccI", "ds_zipccl", "zippccl", "zicpcl", "ZipCCL", "ZIPCCL"):
         assert near_misses({**ordinary, wrong: {}}) == [wrong]
@@ -253,6 +226,7 @@ def names_read(text: str) -> set[str]:
 
 
 def test_names_that_a_file_reads() -> None:
+    """The check below sees each form of a read."""
     text = """
 SWITCH = "BY_CONSTANT"
 os.environ.get("BY_GET"), environ.get(SWITCH), os.getenv("BY_GETENV"), os.environ["BY_KEY"], "BY_IN" in os.environ

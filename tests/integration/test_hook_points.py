@@ -5,25 +5,24 @@ from __future__ import annotations
 import importlib
 import importlib.metadata
 import importlib.util
+import json
 import warnings
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from backend_programs import succeed
 
-from ds_zipccl.integration import autoload, hook_points
+from ds_zipccl.config import parse_section
+from ds_zipccl.integration import autoload, backend, hook_points, hooks, torch_calls
 from ds_zipccl.integration.hook_points import HookPoint
+from ds_zipccl.integration.job import Job
+from ds_zipccl.integration.lossy import calls, fused_embedding
 from ds_zipccl.ops import OPS
 
-_TORCH_CALLS = (
-    "all_reduce", "all_gather", "all_gather_into_tensor", "_all_gather_base", "reduce_scatter", "reduce_scatter_tensor",
-    "_reduce_scatter_base",
-)  # fmt: skip
-NAMES = [*hook_points.POINTS, *(f"distributed.{name}" for name in _TORCH_CALLS)]
-NAMES = list(dict.fromkeys(NAMES))  # another test may have imported the direct calls of torch already
+NAMES = [*hook_points.POINTS]
 
 
 def planted(this: Any, *args: Any, **kwargs: Any) -> Any:
@@ -33,8 +32,6 @@ def planted(this: Any, *args: Any, **kwargs: Any) -> Any:
 @pytest.fixture
 def lines(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
     """Nothing is noted, and nothing that a hook replaces stays replaced. The lines of the test go here, by name."""
-    from ds_zipccl.integration import backend, torch_calls
-
     monkeypatch.setattr(hook_points, "_unfit", {})
     monkeypatch.setattr(hook_points, "_said", set())
     monkeypatch.setattr(torch_calls, "_job", None)
@@ -90,9 +87,6 @@ def execute_again(module: ModuleType) -> ModuleType:
 
 def hook(point: HookPoint) -> tuple[list[str], ModuleType | None]:
     """Hook into the module of a point, as at the start of a job; the lines, and the module with the backend where it was made anew."""
-    from ds_zipccl.integration import backend, hooks, torch_calls
-    from ds_zipccl.integration.job import Job
-
     again = None
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
@@ -186,9 +180,6 @@ def test_parameters(function: Any, first: tuple[str, ...], named: tuple[str, ...
 
 def test_places_of_lossy_codecs_with_other_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
     """The start-up line about lossy roles names the place, and the place gives no hint."""
-    from ds_zipccl.config import parse_section
-    from ds_zipccl.integration.lossy import calls
-
     codec = {"codec": "round", "mantissa": 3}
     sites = [site for site in calls.SITES if site.first]
     assert len(sites) == 6
@@ -202,8 +193,7 @@ def test_places_of_lossy_codecs_with_other_parameters(monkeypatch: pytest.Monkey
             if site.table:
                 table = getattr(holder, site.table)
                 key = next(key for key, one in table.items() if one.__name__ == last)
-                named = type(planted)(planted.__code__, {}, last)
-                patch.setitem(table, key, named)
+                patch.setitem(table, key, type(planted)(planted.__code__, {}, last))
             else:
                 patch.setattr(holder, last, planted)
             calls.watch(module)
@@ -216,11 +206,6 @@ def test_tied_gradients_are_not_fused_where_a_name_is_missing(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The three functions fuse together or not at all: a gradient that is summed at once must be left out of the later sum."""
-    from types import SimpleNamespace
-
-    from ds_zipccl.config import parse_section
-    from ds_zipccl.integration.lossy import fused_embedding
-
     monkeypatch.setattr(hook_points, "_unfit", {})
     monkeypatch.setattr(fused_embedding.dist, "get_rank", lambda: 0)
     job: Any = SimpleNamespace(config=parse_section({"enabled": True, "fused_embedding": True}), zero_stages=[1])
@@ -304,8 +289,6 @@ leave()
 def test_training_without_hooks(tmp_path: Path) -> None:
     """All functions around the collectives but one take other parameters: each has a line, and training has the bits of plain
     communication, also with a lossy codec in the section."""
-    import json
-
     first, second = succeed(tmp_path, PROGRAM)
     names = json.loads((tmp_path / "names.json").read_text())
     assert len(names) > 25

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import gc
-import re
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -143,7 +141,9 @@ def this(monkeypatch: pytest.MonkeyPatch) -> Job:
 
 def test_steps_are_seen_logged_and_shown(this: Job, monkeypatch: pytest.MonkeyPatch) -> None:
     shown: list[str] = []
+    chosen: list[tuple[Any, int]] = []
     monkeypatch.setattr(hooks.table, "show", shown.append)
+    monkeypatch.setattr(hooks.choice, "end_step", lambda engine: chosen.append((engine, engine.global_steps)))
     engine, lines = Engine(this, 2), []
     assert hooks._take_step(engine, engine.step) == "result" and engine.seen == [0, 0], "coding is off"
     this.config = ZipcclConfig(enabled=True, log_interval=2)
@@ -153,6 +153,7 @@ def test_steps_are_seen_logged_and_shown(this: Job, monkeypatch: pytest.MonkeyPa
     assert engine.seen == [0, 0, 2, 2, 2] and this.stepping == 0
     assert lines == [(step, [0.5]) for step in (2, 3, 4)]
     assert shown == ["after 2 steps", "after 4 steps"] and len(engine.events) == 2
+    assert chosen == [(engine, step) for step in (2, 3, 4)], "after the optimizer step, whose gathers are part of it"
 
 
 def test_another_backend_has_no_job(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -210,16 +211,3 @@ def test_sums_that_go_to_all_ranks_are_counted(monkeypatch: pytest.MonkeyPatch, 
     args = torch.empty(numel), dist.ReduceOp.SUM, DATA, False
     assert backend.slice_owners(asked, *args, role=role) is taken
     assert counted == ([("zero_grad", "all_reduce", UNKNOWN[1])] if told else [])
-
-
-# ---- the house ---------------------------------------------------------------------------------------------------------
-
-
-def test_imports_of_this_folder_are_a_straight_line() -> None:
-    """autoload, hooks, backend, job: none names a module before it, not even in a function."""
-    line = ["autoload", "hooks", "backend", "job"]
-    for index, name in enumerate(line):
-        source = Path(job.__file__).with_name(f"{name}.py").read_text()
-        for earlier in line[:index]:
-            assert not re.search(rf"import [\w, ]*\b{earlier}\b|integration\.{earlier}\b", source), (name, earlier)
-        assert index == len(line) - 1 or line[index + 1] in source

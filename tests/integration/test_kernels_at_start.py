@@ -68,28 +68,22 @@ def test_routes_of_the_jobs_devices(
 ) -> None:
     """A route that only another device has gives way to the best one."""
     job = Job(monkeypatch, accelerator)
-    backend._load_kernels(DEFAULT.__class__(enabled=True, route=route))  # type: ignore[arg-type]
+    backend._load_kernels(ZipcclConfig(enabled=True, route=route))  # type: ignore[arg-type]
     assert [entry[:2] for entry in job.loaded] == loaded
 
 
-def test_the_device_of_this_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    job = Job(monkeypatch, "cuda")
-    monkeypatch.setenv("LOCAL_RANK", "3")
-    backend._load_kernels(DEFAULT)
-    assert job.loaded == [("cpu", "native", "cuda:0"), ("cuda", "native", "cuda:3")] and job.device == "cuda:0"
-
-
-@pytest.mark.parametrize(("visible", "current", "wanted"), [(1, 0, ["cuda:0"]), (2, 1, ["cuda:1"]), (0, 0, [])])
-def test_a_rank_that_sees_fewer_devices(
+@pytest.mark.parametrize(("visible", "current", "wanted"), [(8, 0, ["3"]), (1, 0, ["0"]), (2, 1, ["1"]), (0, 0, [])])
+def test_the_device_of_this_rank(
     monkeypatch: pytest.MonkeyPatch, visible: int, current: int, wanted: list[str]
 ) -> None:
-    """As under Ray and SLURM, which give each rank its own device alone. Without any device nothing is loaded, and nothing raises."""
+    """Ray and SLURM give each rank its own device alone. Without any device nothing is loaded, and nothing raises."""
     job = Job(monkeypatch, "cuda")
     monkeypatch.setenv("LOCAL_RANK", "3")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: visible)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: current)
     backend._load_kernels(DEFAULT)
-    assert [device for kind, _, device in job.loaded if kind == "cuda"] == wanted
+    assert job.loaded == [("cpu", "native", "cuda:0"), *(("cuda", "native", f"cuda:{one}") for one in wanted)]
+    assert job.device == "cuda:0"
 
 
 def test_no_cuda_kernels_do_not_stop_the_job(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -107,37 +101,44 @@ def test_no_cuda_kernels_do_not_stop_the_job(monkeypatch: pytest.MonkeyPatch) ->
 NUMBA_ALONE = "rank 1: no kernels for cpu tensors here. numba: it has no "
 
 
-def without_a_compiler(rank: int, size: int, missing: bool) -> tuple[list[str], str]:
-    """Rank 1 has numba alone if ``missing``; what each lossy config raises, and the value of ``rows`` that all ranks use."""
-    if rank and missing:
-        kernels.ROUTES["cpu"].pop("native")
-    said = []
-    for codec in (
-        {"codec": "round", "mantissa": 3}, {"codec": "int", "bits": 8}, {"codec": "taco_fp8"}, {"codec": "zfp", "rate": 8},
-    ):  # fmt: skip
-        try:
-            backend._check_codecs(ZipcclConfig(enabled=True, lossy=True, roles={"dp": codec}))
-            said.append("")
-        except kernels.RouteUnavailable as error:
-            said.append(str(error))
-    backend._check_codecs(DEFAULT)
+def without_a_compiler(rank: int, size: int) -> list[tuple[list[str], str]]:
+    """What each lossy config raises, and the value of ``rows`` that all ranks use: with all kernels, and where rank 1 has numba alone."""
+    codecs = (
+        {"codec": "round", "mantissa": 3},
+        {"codec": "int", "bits": 8},
+        {"codec": "taco_fp8"},
+        {"codec": "zfp", "rate": 8},
+    )
     never = replace(DEFAULT, roles={"ep": "never"})
-    assert backend._only_with_rows(never) == never
-    return said, backend._only_with_rows(DEFAULT).rows
+    found = []
+    for missing in (False, True):
+        if rank and missing:
+            kernels.ROUTES["cpu"].pop("native")
+            kernels._loaded.clear()
+        said = []
+        for codec in codecs:
+            try:
+                backend._check_codecs(ZipcclConfig(enabled=True, lossy=True, roles={"dp": codec}))
+                said.append("")
+            except kernels.RouteUnavailable as error:
+                said.append(str(error))
+        backend._check_codecs(DEFAULT)
+        assert backend._only_with_rows(never) == never
+        found.append((said, backend._only_with_rows(DEFAULT).rows))
+    return found
 
 
 def test_one_rank_without_a_compiler_refuses_lossy_roles_everywhere() -> None:
     """And sends no row frames: the ranks that have a compiler would wait for the rank without one."""
-    answers = ranks.run(without_a_compiler, 2, True)
+    answers = ranks.run(without_a_compiler, 2)
     assert answers[0] == answers[1]
-    said, rows = answers[0]
-    assert rows == "off" and len(said) == 4
+    everything, (said, rows) = answers[0]
+    assert everything == ([""] * 4, "auto") and rows == "off" and len(said) == 4
     for text in said:
         assert text.startswith(f"ranks [1] lack the lossy codecs of the roles; {NUMBA_ALONE}")
         assert text.endswith(
             "; install a C++ compiler or a wheel of ds_zipccl with its library, or name no lossy codec"
         )
-    assert ranks.run(without_a_compiler, 2, False) == [([""] * 4, "auto")] * 2
 
 
 def test_the_line_about_rows(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -11,7 +11,7 @@ from dataclasses import asdict, replace
 import pytest
 
 from ds_zipccl import role_settings
-from ds_zipccl.config import DEFAULT, ROLES, ConfigError, ZipcclConfig, environment_section, parse_section
+from ds_zipccl.config import DEFAULT, ROLES, ConfigError, ZipcclConfig, parse_section
 from ds_zipccl.integration.config_agreement import canonical
 from ds_zipccl.lossy import LOSSY_CODECS, Int, LossyCodec, LowRank, PowerSgd, Round, TacoFp8, Zfp
 from ds_zipccl.role_settings import CODEC_ROLES, EXACT_ROLES, USES, RoleSettings
@@ -25,39 +25,23 @@ def lossy(**roles: object) -> ZipcclConfig:
     return parse_section({"enabled": True, "lossy": True, "roles": roles})
 
 
+#: (role, value, settings, words of the start-up line).
 GOOD: list[tuple[str, dict[str, object], RoleSettings, str]] = [
     ("tp", {"codec": "round"}, RoleSettings(Round(3)), "tp round mantissa 3 forward and backward"),
-    (
-        "tp",
-        {"codec": "taco_fp8", "group": 64, "hadamard": False, "mode": "always", "when": "backward"},
-        RoleSettings(TacoFp8(64, False), "always", "backward"),
-        "tp taco_fp8 group 64 backward only",
-    ),
+    ("tp", {"codec": "taco_fp8", "group": 64, "hadamard": False, "mode": "always", "when": "backward"},
+     RoleSettings(TacoFp8(64, False), "always", "backward"), "tp taco_fp8 group 64 backward only"),
     ("ep", {"codec": "int", "bits": 6, "when": "forward"}, RoleSettings(Int(6), None, "forward"), ""),
     ("zero_grad", {"codec": "zfp", "rate": 24}, RoleSettings(Zfp(24)), "zero_grad zfp rate 24"),
     ("dp", {"codec": "round", "mantissa": 1, "mode": "auto"}, RoleSettings(Round(1), "auto"), "dp round mantissa 1"),
     ("zero_grad", {"codec": "int"}, RoleSettings(Int(8)), "zero_grad int bits 8 group 128"),
     ("pp", {"codec": "lowrank", "when": "backward"}, EPILOGUE, "pp lowrank rank 16 backward epilogue"),
-    (
-        "pp",
-        {"codec": "lowrank", "rank": 4, "when": "backward", "send": "all", "error": "lazy_run"},
-        RoleSettings(LowRank(4), None, "backward", "all", "lazy_run"),
-        "pp lowrank rank 4 backward all, error lazy_run",
-    ),
+    ("pp", {"codec": "lowrank", "rank": 4, "when": "backward", "send": "all", "error": "lazy_run"},
+     RoleSettings(LowRank(4), None, "backward", "all", "lazy_run"), "pp lowrank rank 4 backward all, error lazy_run"),
     ("dp", {"codec": "powersgd"}, POWER, "dp powersgd rank 32 from step 100"),
-    (
-        "zero_grad",
-        {"codec": "powersgd", "stages": 3},
-        replace(POWER, stages=3),
-        "zero_grad powersgd rank 32 from step 100, stages 0-2",
-    ),
-    (
-        "zero_grad",
-        {"codec": "powersgd", "rank": 4, "start_step": 0, "stages": 1, "error": "off"},
-        RoleSettings(PowerSgd(4), start_step=0, stages=1),
-        "zero_grad powersgd rank 4 from step 0, stage 0, error off",
-    ),
-]
+    ("zero_grad", {"codec": "powersgd", "stages": 3}, replace(POWER, stages=3), "zero_grad powersgd rank 32 from step 100, stages 0-2"),
+    ("zero_grad", {"codec": "powersgd", "rank": 4, "start_step": 0, "stages": 1, "error": "off"},
+     RoleSettings(PowerSgd(4), start_step=0, stages=1), "zero_grad powersgd rank 4 from step 0, stage 0, error off"),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("role", "value", "wanted", "said"), GOOD, ids=str)
@@ -73,7 +57,7 @@ def test_a_role_is_lossy_only_where_it_is_named_twice() -> None:
     assert config.lossy_of("tp") == Round(3)
     assert [role for role in ROLES if config.lossy_of(role) is not None] == ["tp"]
     assert config.mode_of("pp") == "always"
-    assert lossy(pp="always").lossy_of("pp") is None and DEFAULT.lossy_of("tp") is None
+    assert lossy(pp="always").lossy_roles == {} and DEFAULT.lossy_of("tp") is None
     object.__setattr__(config, "lossy", False)  # no config can be made like this
     assert config.lossy_of("tp") is None
 
@@ -156,26 +140,19 @@ REFUSED: list[tuple[str, object, str]] = [
     ("dp", {"codec": "round", "rate": 8}, '"zipccl.roles.dp.rate" is not a known key; keys beside "codec": "round": mantissa, mode'),
     ("tp", {"codec": "round", "mantissa": 7}, '"zipccl.roles.tp.mantissa" must be an integer from 1 to 6, got 7'),
     ("tp", {"codec": "round", "mantissa": True}, '"zipccl.roles.tp.mantissa" must be an integer from 1 to 6, got true'),
-    ("tp", {"codec": "round", "mantissa": 3.0}, "an integer from 1 to 6, got 3.0"),
     ("tp", {"codec": "taco_fp8", "group": 100}, '.tp.group" must be 32 | 64 | 128 | 256 | 512, got 100'),
-    ("tp", {"codec": "taco_fp8", "hadamard": 1}, '.tp.hadamard" must be false | true, got 1'),
     ("tp", {"codec": "int", "bits": 5}, '.tp.bits" must be 8 | 6 | 4, got 5'),
     ("pp", {"codec": "zfp", "rate": 3}, '.pp.rate" must be an integer from 4 to 24, got 3'),
     ("tp", {"codec": "round", "when": "always"}, '.tp.when" must be "both" | "forward" | "backward", got "always"'),
-    ("tp", {"codec": "round", "when": ["both"]}, '.tp.when" must be "both" | "forward" | "backward", got ["both"]'),
     ("zero_grad", {"codec": "round", "when": "backward"}, '.when" is for "tp" | "pp" | "ep": traffic of role "zero_grad" has no direction'),
     ("dp", {"codec": "round", "error": "feedback"}, '.error" is not a known key; keys beside "codec": "round": mantissa, mode'),
     ("tp", {"codec": "int", "errors": "off"}, 'keys beside "codec": "int": bits, group, hadamard, mode, when'),
-    ("dp", {"codec": "int", "error": "feedback"}, 'keys beside "codec": "int": bits, group, hadamard, mode'),
-    ("dp", {"codec": "zfp", "error": "off"}, '.dp.error" is not a known key; keys beside "codec": "zfp": rate, mode'),
     (
         "pp",
         {"codec": "lowrank", "rank": 16},
         '"zipccl.roles.pp.codec": "lowrank" is for "pp" with "when": "backward"; add "when": "backward" to the object',
     ),
-    ("pp", {"codec": "lowrank", "when": "both"}, '"lowrank" is for "pp" with "when": "backward"; add'),
     ("pp", {"codec": "lowrank", "when": "forward"}, '"lowrank" is for "pp" with "when": "backward"; add'),
-    ("pp", {"codec": "lowrank", "when": "back"}, '.pp.when" must be "both" | "forward" | "backward", got "back"'),
     ("pp", {**BACKWARD, "rank": 0}, '"zipccl.roles.pp.rank" must be an integer from 1 to 1024, got 0'),
     ("pp", {**BACKWARD, "send": "some"}, '"zipccl.roles.pp.send" must be "epilogue" | "all", got "some"'),
     ("pp", {**BACKWARD, "error": "feedback"}, '"zipccl.roles.pp.error" must be "off" | "lazy" | "lazy_run", got "feedback"'),
@@ -183,14 +160,10 @@ REFUSED: list[tuple[str, object, str]] = [
     ("tp", {"codec": "lowrank"}, '"zipccl.roles.tp.codec": "lowrank" is for "pp"; role "tp" takes "round" | "taco_fp8" | "int" | "zfp"'),
     ("tp", {"codec": "powersgd"}, '"zipccl.roles.tp.codec": "powersgd" is for "zero_grad" | "dp"; role "tp" takes "round"'),
     ("dp", {"codec": "powersgd", "stages": 0}, '"zipccl.roles.dp.stages" must be an integer from 1 to 1024, got 0'),
-    ("dp", {"codec": "powersgd", "stages": None}, '"zipccl.roles.dp.stages" must be an integer from 1 to 1024, got null'),
     ("dp", {"codec": "powersgd", "start_step": -1}, '.dp.start_step" must be an integer from 0 to 2147483647, got -1'),
-    ("dp", {"codec": "powersgd", "start_step": True}, '.dp.start_step" must be an integer from 0 to 2147483647, got true'),
-    ("dp", {"codec": "powersgd", "error": "lazy"}, '.dp.error" must be "feedback" | "off", got "lazy"'),
     ("dp", {"codec": "powersgd", "send": "all"}, 'keys beside "codec": "powersgd": rank, start_step, stages, error, mode'),
     ("tp", {"codec": "rounds"}, f'"zipccl.roles.tp.codec" must be {CODECS}, got "rounds" (did you mean "round"?)'),
     ("tp", {"codec": ["round"]}, f'"zipccl.roles.tp.codec" must be {CODECS}, got ["round"]'),
-    ("tp", {"codec": None}, f'"zipccl.roles.tp.codec" must be {CODECS}, got null'),
     ("tp", {}, f'"zipccl.roles.tp" names no "codec"; add one of {CODECS}, or write a mode: "auto" | "always" | "never"'),
     ("ep", {"mode": "always"}, '"zipccl.roles.ep" names no "codec"; add one of "round" | "taco_fp8" | "int", or write a mode'),
 ]  # fmt: skip
@@ -206,20 +179,16 @@ def test_refused_settings(role: str, value: object, line: str) -> None:
 
 
 def test_a_codec_without_the_master_switch() -> None:
-    said = (
+    named = (
         '"zipccl.roles.tp.codec": "taco_fp8" changes what is communicated; add "lossy": true to the section to allow it'
     )
-    for section in ({}, {"lossy": False}):
-        with pytest.raises(ConfigError) as caught:
+    for section, said in (
+        ({}, named),
+        ({"lossy": False}, named),
+        ({"lossy": "true"}, '"zipccl.lossy" must be true | false, got "true"'),
+    ):
+        with pytest.raises(ConfigError, match=f"^{re.escape(said)}$"):
             parse_section({**section, "roles": {"tp": {"codec": "taco_fp8"}}})
-        assert str(caught.value) == said
-    with pytest.raises(ConfigError, match=re.escape('"zipccl.lossy" must be true | false, got "true"')):
-        parse_section({"lossy": "true", "roles": {"tp": {"codec": "taco_fp8"}}})
-
-
-def test_the_master_switch_alone_changes_nothing() -> None:
-    config = parse_section({"enabled": True, "lossy": True, "roles": {"dp": "always"}})
-    assert all(config.lossy_of(role) is None for role in ROLES) and config.lossy_roles == {}
 
 
 def test_every_wrong_key_has_a_line() -> None:
@@ -231,35 +200,6 @@ def test_every_wrong_key_has_a_line() -> None:
     with pytest.raises(ConfigError) as caught:
         parse_section({"lossy": True, "roles": roles, "blocks": 1})
     assert len(str(caught.value).splitlines()) == 5
-
-
-def test_fused_embedding_needs_no_master_switch() -> None:
-    assert parse_section({"fused_embedding": True}).fused_embedding and not DEFAULT.fused_embedding
-    with pytest.raises(ConfigError, match=re.escape('"zipccl.fused_embedding" must be true | false, got 1')):
-        parse_section({"fused_embedding": 1})
-
-
-class Written(int):
-    """A number as readers of YAML return it."""
-
-
-def test_values_of_readers_become_plain() -> None:
-    config = lossy(tp={"codec": "round", "mantissa": Written(5)})
-    assert config.lossy_of("tp") == Round(5) and type(config.roles["tp"]["mantissa"]) is int  # type: ignore[index, call-overload]
-    with pytest.raises(ConfigError, match="got "):
-        lossy(tp={"codec": "round", "mantissa": object()})
-
-
-def test_the_environment_is_lossy_only_by_both_names() -> None:
-    def parsed(text: str) -> ZipcclConfig:
-        section = environment_section({"DS_ZIPCCL": text})
-        return parse_section(section)
-
-    assert not parsed("1").lossy and parsed("1").lossy_roles == {}
-    with pytest.raises(ConfigError, match='add "lossy": true'):
-        parsed('{"roles": {"tp": {"codec": "round"}}}')
-    assert parsed('{"lossy": true}').lossy_of("tp") is None
-    assert parsed('{"lossy": true, "roles": {"tp": {"codec": "round"}}}').lossy_of("tp") == Round()
 
 
 def test_texts_of_the_tables() -> None:

@@ -77,15 +77,13 @@ class Named:
             setattr(self, f"get_{name}_parallel_group", lambda group=group: group)
 
 
-@pytest.mark.parametrize("name", ["tensor_model", "model", "slice"])
-def test_the_tensor_group_of_an_mpu(groups: SimpleNamespace, name: str) -> None:
-    groups.mpu = Named(**{name: TENSOR})
-    assert roles.role_of("all_reduce", TENSOR, True) == "tp" and roles.role_of("all_reduce", OTHER, True) == "zero_grad"
-    assert roles.role_of("isend", TENSOR, True) == "pp", "sends are of pipelines whatever their group"
-    assert roles.role_of("all_to_all", TENSOR, True) == "tp"
-
-
-def test_a_tensor_group_of_deepspeed_beside_that_of_an_mpu(groups: SimpleNamespace) -> None:
+def test_the_tensor_group_of_an_mpu(groups: SimpleNamespace) -> None:
+    """Beside it counts that of DeepSpeed."""
+    for name in ("tensor_model", "model", "slice"):
+        groups.mpu = Named(**{name: TENSOR})
+        for call, role in (("all_reduce", "tp"), ("all_to_all", "tp"), ("isend", "pp")):  # sends are of pipelines
+            assert roles.role_of(call, TENSOR, True) == role, (name, call)
+        assert roles.role_of("all_reduce", OTHER, True) == "zero_grad", name
     groups._TENSOR_MODEL_PARALLEL_GROUP = TENSOR
     groups.mpu = Named(tensor_model=OTHER, data=DATA)
     assert roles.role_of("all_gather", TENSOR, True) == roles.role_of("all_gather", OTHER, True) == "tp"

@@ -48,22 +48,20 @@ def test_kernels_and_settings() -> None:
     assert len(settings) == 4, "keys that have their defaults are not repeated"
     assert "link" not in said and "passed through" not in said
     assert "; kernels: numba; " in start_line(ZipcclConfig(enabled=True, route="numba"), None, "")
-    assert "step_log steps.jsonl" in start_line(ZipcclConfig(enabled=True, step_log="steps.jsonl"), None, "")
+    measured = start_line(ZipcclConfig(enabled=True, step_log="steps.jsonl"), PROFILE, "")
+    assert "step_log steps.jsonl" in measured
+    assert measured.endswith("; link 1000 Mbit/s, 150 us, coding 8.7 and 12.1 GB/s")
 
 
 @pytest.mark.parametrize(
     ("tried", "route", "said"),
     [
         ({}, "auto", ""),
-        ({"native": ""}, "auto", "; CUDA kernels: native; "),
-        ({"native": "no nvcc", "cupy": ""}, "numba", "; CUDA kernels: cupy; native not used: no nvcc; "),
-        ({"cupy": ""}, "cupy", "; CUDA kernels: cupy; "),
-        (
-            {"native": "no nvcc", "cupy": "old"},
-            "auto",
-            "; CUDA kernels: none; native not used: no nvcc; cupy not used: old; ",
-        ),
-        ({"cupy": "old"}, "cupy", "; CUDA kernels: none; cupy not used: old; "),
+        ({"native": ""}, "auto", "native"),
+        ({"native": "no nvcc", "cupy": ""}, "numba", "cupy; native not used: no nvcc"),
+        ({"cupy": ""}, "cupy", "cupy"),
+        ({"native": "no nvcc", "cupy": "old"}, "auto", "none; native not used: no nvcc; cupy not used: old"),
+        ({"cupy": "old"}, "cupy", "none; cupy not used: old"),
     ],
 )
 def test_cuda_kernels_are_named_where_they_were_wanted(
@@ -72,12 +70,7 @@ def test_cuda_kernels_are_named_where_they_were_wanted(
     monkeypatch.setattr(lines.kernels, "tried", lambda device: WHY if device == "cpu" else tried)
     line = start_line(ZipcclConfig(enabled=True, route=route), None, "codes all")  # type: ignore[arg-type]
     assert "; kernels: numba; " in line if route == "numba" else "; kernels: native; " in line
-    assert said in line if tried else "CUDA" not in line
-
-
-def test_measurements() -> None:
-    said = start_line(ZipcclConfig(enabled=True), PROFILE, "")
-    assert said.endswith("; link 1000 Mbit/s, 150 us, coding 8.7 and 12.1 GB/s")
+    assert f"; CUDA kernels: {said}; " in line if tried else "CUDA" not in line
 
 
 def test_levels_of_sums() -> None:
@@ -100,65 +93,32 @@ def test_roles_that_are_left_alone() -> None:
     assert "passed through" not in never
 
 
-#: (device of the model, groups) -> the clause.
-CLAUSES: dict[str, tuple[str, list[Group], str]] = {
-    "gloo": ("cpu", [Group(2, GLOO)], "codes cpu tensors over gloo"),
-    "groups of one rank": (
-        "cpu",
-        [Group(4, GLOO), Group(1, GLOO), Group(2, GLOO)],
-        "codes cpu tensors over gloo (2 groups)",
-    ),
-    "one rank": ("cpu", [Group(1, GLOO), Group(1, GLOO)], "nothing will be coded: this job has one rank"),
-    "gloo for cuda": ("cuda", [Group(2, {"cuda": "gloo"})], "codes cuda tensors over gloo"),
-    "NCCL": (
-        "cuda",
-        [Group(2, NCCL), Group(4, NCCL), Group(1, NCCL)],
-        f"nothing will be coded: cuda tensors go over nccl (2 groups), {OFF}",
-    ),
-    "NCCL beside gloo for the CPU": (
-        "cuda",
-        [Group(2, BOTH), Group(2, NCCL)],
-        f"no cuda tensor will be coded: cuda tensors go over nccl (2 groups), {OFF}; codes cpu tensors over gloo",
-    ),
-    "groups of NCCL and of gloo": (
-        "cuda",
-        [Group(2, NCCL), Group(2, {"cuda": "gloo"})],
-        f"codes cuda tensors over gloo; not coded: cuda tensors go over nccl, {OFF}",
-    ),
-    "MPI": ("cpu", [Group(2, {"cpu": "mpi"})], f"nothing will be coded: cpu tensors go over mpi, {NO_SCHEDULE}"),
-    "no backend": (
-        "cuda",
-        [Group(2, {})],
-        f"nothing will be coded: cuda tensors go over no backend, {NO_SCHEDULE}",
-    ),
-    "gloo for xpu": (
-        "xpu",
-        [Group(2, {"xpu": "gloo"})],
-        f"nothing will be coded: xpu tensors go over gloo, {NO_SCHEDULE}",
-    ),
+#: (config, device of the model, groups) -> the clause.
+CLAUSES: dict[str, tuple[ZipcclConfig, str, list[Group], str]] = {
+    "gloo": (DEFAULT, "cpu", [Group(2, GLOO)], "codes cpu tensors over gloo"),
+    "groups of one rank": (DEFAULT, "cpu", [Group(4, GLOO), Group(1, GLOO), Group(2, GLOO)], "codes cpu tensors over gloo (2 groups)"),
+    "one rank": (DEFAULT, "cpu", [Group(1, GLOO), Group(1, GLOO)], "nothing will be coded: this job has one rank"),
+    "gloo for cuda": (DEFAULT, "cuda", [Group(2, {"cuda": "gloo"})], "codes cuda tensors over gloo"),
+    "NCCL": (DEFAULT, "cuda", [Group(2, NCCL), Group(4, NCCL), Group(1, NCCL)],
+             f"nothing will be coded: cuda tensors go over nccl (2 groups), {OFF}"),
+    "NCCL beside gloo for the CPU": (DEFAULT, "cuda", [Group(2, BOTH), Group(2, NCCL)],
+             f"no cuda tensor will be coded: cuda tensors go over nccl (2 groups), {OFF}; codes cpu tensors over gloo"),
+    "groups of NCCL and of gloo": (DEFAULT, "cuda", [Group(2, NCCL), Group(2, {"cuda": "gloo"})],
+             f"codes cuda tensors over gloo; not coded: cuda tensors go over nccl, {OFF}"),
+    "MPI": (DEFAULT, "cpu", [Group(2, {"cpu": "mpi"})], f"nothing will be coded: cpu tensors go over mpi, {NO_SCHEDULE}"),
+    "no backend": (DEFAULT, "cuda", [Group(2, {})], f"nothing will be coded: cuda tensors go over no backend, {NO_SCHEDULE}"),
+    "gloo for xpu": (DEFAULT, "xpu", [Group(2, {"xpu": "gloo"})], f"nothing will be coded: xpu tensors go over gloo, {NO_SCHEDULE}"),
+    "nccl on, several nodes": (ON, "cuda", [Group(2, NCCL), Group(4, BOTH, nodes=2), Group(1, NCCL)],
+             "codes cuda tensors over nccl (2 groups)"),
+    "nccl on, one node": (ON, "cuda", [Group(16, NCCL, nodes=2), Group(8, NCCL, nodes=1), Group(8, NCCL, nodes=1)],
+             "codes cuda tensors over nccl; not coded: cuda tensors go over nccl (2 groups) inside one node, without a network"),
+    "nccl on, MPI": (ON, "cuda", [Group(2, {"cuda": "mpi"})], f"nothing will be coded: cuda tensors go over mpi, {NO_SCHEDULE}"),
+    "nccl on, one node, and gloo": (ON, "cuda", [Group(8, BOTH, nodes=1)],
+             "no cuda tensor will be coded: cuda tensors go over nccl inside one node, without a network; codes cpu tensors over gloo"),
 }  # fmt: skip
 
 
-#: The same with nccl on, for cuda.
-ON_CLAUSES: dict[str, tuple[list[Group], str]] = {
-    "several nodes": (
-        [Group(2, NCCL), Group(4, BOTH, nodes=2), Group(1, NCCL)],
-        "codes cuda tensors over nccl (2 groups)",
-    ),
-    "one node": (
-        [Group(16, NCCL, nodes=2), Group(8, NCCL, nodes=1), Group(8, NCCL, nodes=1)],
-        "codes cuda tensors over nccl; not coded: cuda tensors go over nccl (2 groups) inside one node, without a network",
-    ),
-    "MPI": ([Group(2, {"cuda": "mpi"})], f"nothing will be coded: cuda tensors go over mpi, {NO_SCHEDULE}"),
-    "one node, and gloo": (
-        [Group(8, BOTH, nodes=1)],
-        "no cuda tensor will be coded: cuda tensors go over nccl inside one node, without a network; codes cpu tensors over gloo",
-    ),
-}
-ALL_CLAUSES = [(DEFAULT, *one) for one in CLAUSES.values()] + [(ON, "cuda", *one) for one in ON_CLAUSES.values()]
-
-
-@pytest.mark.parametrize(("config", "device", "groups", "said"), ALL_CLAUSES, ids=[*CLAUSES, *ON_CLAUSES])
+@pytest.mark.parametrize(("config", "device", "groups", "said"), CLAUSES.values(), ids=CLAUSES)
 def test_clauses(config: ZipcclConfig, device: str, groups: list[Group], said: str) -> None:
     assert describe(groups, device, config) == said
 
@@ -204,53 +164,36 @@ def test_schedules_in_stream_order(monkeypatch: pytest.MonkeyPatch) -> None:
     assert start_line(ON, None, "codes all", nodes, settled()).endswith(f"; {lines.schedules(ON, settled(), nodes)}")
 
 
-LOSSY = ZipcclConfig(
-    enabled=True,
-    lossy=True,
-    roles={"zero_grad": {"codec": "round"}, "tp": {"codec": "taco_fp8", "hadamard": False}, "dp": "always"},
-)
+ROLES = {"zero_grad": {"codec": "round"}, "tp": {"codec": "taco_fp8", "hadamard": False}, "dp": "always"}
+LOSSY = ZipcclConfig(enabled=True, lossy=True, roles=ROLES)
 BY_CONFIG = (
     "[ds_zipccl] LOSSY by config: zero_grad round mantissa 3; tp taco_fp8 group 128 forward and backward; "
     "all other roles bit-exact"
 )
 
 
-@pytest.mark.parametrize(
-    ("device", "groups", "said"),
-    [
-        ("cpu", [Group(2, GLOO), Group(1, GLOO), Group(4, GLOO)], ""),
-        ("cpu", [Group(1, GLOO)], "; bit-exact all the same: all of them, as this job has one rank"),
-        (
-            "cuda",
-            [Group(2, NCCL), Group(4, BOTH), Group(1, NCCL)],
-            '; bit-exact all the same: cuda tensors over nccl (2 groups), as "nccl" is "off"',
-        ),
-        (
-            "cuda",
-            [Group(2, NCCL), Group(2, {"cuda": "gloo"})],
-            '; bit-exact all the same: cuda tensors over nccl, as "nccl" is "off"; cuda tensors over gloo, as no lossy kernels on cuda',
-        ),
-        ("cpu", [Group(2, {"cpu": "mpi"})], "; bit-exact all the same: cpu tensors over mpi, as there are no coded schedules for it yet"),
-        ("xpu", [Group(2, {})], "; bit-exact all the same: xpu tensors over no backend, as there are no coded schedules for it yet"),
-    ],
-    ids=["gloo", "one rank", "NCCL", "NCCL and gloo", "MPI", "no backend"],
-)  # fmt: skip
-def test_lossy_roles(device: str, groups: list[Group], said: str) -> None:
-    assert lines.lossy_line(groups, device, LOSSY) == BY_CONFIG + said
+UNHOOKED = {"tp": "this DeepSpeed has no A.forward", "pp": "not in the config"}
+NO_HINT = "some calls of tp, as this DeepSpeed has no A.forward"
+#: (changes to the config, device, groups, roles whose calls cannot have a hint) -> what is exact all the same.
+EXACT: dict[str, tuple[dict[str, str], str, list[Group], dict[str, str], str]] = {
+    "gloo": ({}, "cpu", [Group(2, GLOO), Group(1, GLOO), Group(4, GLOO)], {}, ""),
+    "one rank": ({}, "cpu", [Group(1, GLOO)], {}, "all of them, as this job has one rank"),
+    "NCCL": ({}, "cuda", [Group(2, NCCL), Group(4, BOTH), Group(1, NCCL)], {}, 'cuda tensors over nccl (2 groups), as "nccl" is "off"'),
+    "NCCL and gloo": ({}, "cuda", [Group(2, NCCL), Group(2, {"cuda": "gloo"})], {},
+                      'cuda tensors over nccl, as "nccl" is "off"; cuda tensors over gloo, as no lossy kernels on cuda'),
+    "MPI": ({}, "cpu", [Group(2, {"cpu": "mpi"})], {}, "cpu tensors over mpi, as there are no coded schedules for it yet"),
+    "no backend": ({}, "xpu", [Group(2, {})], {}, "xpu tensors over no backend, as there are no coded schedules for it yet"),
+    "nccl on": ({"nccl": "on"}, "cuda", [Group(2, NCCL)], {}, "cuda tensors over nccl, as no lossy kernels on cuda"),
+    "no hint": ({}, "cpu", [Group(2, GLOO)], UNHOOKED, NO_HINT),
+    "no hint, one rank": ({}, "cpu", [Group(1, GLOO)], UNHOOKED, f"{NO_HINT}; all of them, as this job has one rank"),
+}  # fmt: skip
 
 
-def test_lossy_roles_on_coded_nccl_groups_are_exact() -> None:
-    said = lines.lossy_line([Group(2, NCCL)], "cuda", replace(LOSSY, nccl="on"))
-    assert said == f"{BY_CONFIG}; bit-exact all the same: cuda tensors over nccl, as no lossy kernels on cuda"
-
-
-def test_lossy_roles_whose_calls_cannot_have_a_hint() -> None:
-    unhooked = {"tp": "this DeepSpeed has no A.forward", "pp": "not in the config"}
-    clause = "some calls of tp, as this DeepSpeed has no A.forward"
-    said = lines.lossy_line([Group(2, GLOO)], "cpu", LOSSY, unhooked)
-    assert said == f"{BY_CONFIG}; bit-exact all the same: {clause}"
-    said = lines.lossy_line([Group(1, GLOO)], "cpu", LOSSY, unhooked)
-    assert said == f"{BY_CONFIG}; bit-exact all the same: {clause}; all of them, as this job has one rank"
+@pytest.mark.parametrize("case", EXACT)
+def test_lossy_roles(case: str) -> None:
+    changes, device, groups, unhooked, exact = EXACT[case]
+    said = lines.lossy_line(groups, device, replace(LOSSY, **changes), unhooked)  # type: ignore[arg-type]
+    assert said == BY_CONFIG + (f"; bit-exact all the same: {exact}" if exact else "")
 
 
 def test_the_master_switch_alone_is_told() -> None:
@@ -292,27 +235,19 @@ def real_groups(rank: int, ranks: int) -> list[str]:
     dist.barrier()  # a rank may still be connecting a group that another one has
     if rank < 2:
         dist.destroy_process_group(pair)
-    return [*found, coverage(DEFAULT)]
+    return [*found, coverage(DEFAULT), str(backend._measurable())]
 
 
 def test_groups_that_the_job_has_made() -> None:
     one, two, three = (f"codes cpu tensors over gloo{count}" for count in ("", " (2 groups)", " (3 groups)"))
-    assert runner.run(real_groups, 3) == [[one, two, one], [one, three, two], [one, two, two]]
+    links = "True"  # are measured
+    assert runner.run(real_groups, 3) == [[one, two, one, links], [one, three, two, links], [one, two, two, links]]
 
 
-def one_rank(rank: int, ranks: int) -> str:
+def one_rank(rank: int, ranks: int) -> tuple[str, bool]:
     lines.importlib = accelerator("cpu")  # type: ignore[assignment]
-    return coverage(DEFAULT)
+    return coverage(DEFAULT), backend._measurable()
 
 
-def test_a_job_of_one_rank() -> None:
-    assert runner.run(one_rank, 1) == ["nothing will be coded: this job has one rank"]
-
-
-def measurable(rank: int, ranks: int) -> bool:
-    return backend._measurable()
-
-
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_links_of_several_ranks_are_measured(ranks: int) -> None:
-    assert runner.run(measurable, ranks) == [ranks > 1] * ranks
+def test_a_job_of_one_rank_measures_no_link() -> None:
+    assert runner.run(one_rank, 1) == [("nothing will be coded: this job has one rank", False)]

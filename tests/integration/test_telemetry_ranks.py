@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import json
 import re
 from contextlib import redirect_stdout
 from pathlib import Path
@@ -17,6 +16,7 @@ from places import ROOT
 from torch.profiler import ProfilerActivity, profile
 
 from ds_zipccl.comm.device.streams import Stage, streams_of
+from ds_zipccl.integration import hooks
 from ds_zipccl.telemetry import comms_log, counters, monitor, ranges
 
 RANGES = {"ds_zipccl.encode", "ds_zipccl.wire", "ds_zipccl.decode"}
@@ -34,7 +34,7 @@ def empty(monkeypatch: pytest.MonkeyPatch) -> Any:
 # ---- ranges
 
 
-def names(found: Any) -> set[str]:
+def ranges_of(found: Any) -> set[str]:
     return {event.key for event in found.key_averages()} & RANGES
 
 
@@ -44,14 +44,13 @@ def test_each_stream_of_a_device_is_a_range() -> None:
     for stage in Stage:
         with profile(activities=[ProfilerActivity.CPU]) as found, streams.on(stage):
             torch.zeros(1)
-        assert names(found) == {f"ds_zipccl.{stage.value}"}
+        assert ranges_of(found) == {f"ds_zipccl.{stage.value}"}
 
 
 def test_without_a_profiler_there_is_no_range() -> None:
     """The caller's own context comes back as it is: a range costs a look at an attribute."""
     context = io.StringIO()
     assert ranges.inside(ranges.ENCODE, context) is context
-    assert ranges.inside(ranges.ENCODE) is ranges.inside(ranges.WIRE)
     with profile(activities=[ProfilerActivity.CPU]):
         assert ranges.inside(ranges.ENCODE, context) is not context
 
@@ -68,7 +67,7 @@ def test_a_range_ends_with_an_error_and_keeps_what_its_context_makes_of_it() -> 
             raise ValueError
         with ranges.inside(ranges.ENCODE):
             pass
-    assert names(found) == {ranges.DECODE, ranges.ENCODE}
+    assert ranges_of(found) == {ranges.DECODE, ranges.ENCODE}
 
 
 # ---- the monitor
@@ -100,13 +99,10 @@ def test_summary_by_operation() -> None:
             "count": 0, "logical_bytes": 0, "wire_bytes": 0, "ratio": 1.0, "passed_count": 1, "passed_bytes": 10,
         },
     }  # fmt: skip
-    assert [line.split() for line in comms_log.render().splitlines()] == [
-        "Coded Op Count Logical Bytes Wire Bytes Ratio Passed Count Passed Bytes".split(),
-        ["all_gather_into_tensor"],
-        ["2", "4000", "2500", "1.600", "0", "0"],
-        ["all_reduce"],
-        ["0", "0", "0", "1.000", "1", "10"],
-    ]
+    assert [" ".join(line.split()) for line in comms_log.render().splitlines()] == [
+        "Coded Op Count Logical Bytes Wire Bytes Ratio Passed Count Passed Bytes",
+        "all_gather_into_tensor", "2 4000 2500 1.600 0 0", "all_reduce", "0 0 0 1.000 1 10",
+    ]  # fmt: skip
     comms_log.reset()
     assert comms_log.summary() == {} and comms_log.render() == ""
     counters.record("dp", "all_reduce", 8, 4)
@@ -128,8 +124,6 @@ class Logger:
 
 
 def test_the_logger_is_watched_once_and_left_alone_without_coded_calls() -> None:
-    from ds_zipccl.integration import hooks
-
     module: Any = SimpleNamespace(comms_logger=Logger())
     hooks.watch_comms_logger(module)
     once = module.comms_logger.log_all
@@ -151,6 +145,8 @@ from torch.profiler import profile, ProfilerActivity
 from ds_zipccl.telemetry import counters
 
 RANGES = {"ds_zipccl.encode", "ds_zipccl.wire", "ds_zipccl.decode"}
+def ranges_of(found):
+    return {event.key for event in found.key_averages()} & RANGES
 section = {"enabled": True, "mode": "always"}
 built = engine(section, 2, comms_logger={"enabled": True, "prof_all": True})
 said = io.StringIO()
@@ -183,22 +179,18 @@ def names(**more):
             dist.all_gather_into_tensor(other, tensor, async_op=True).wait()
         else:
             steps(built, 1)
-    return {event.key: event.count for event in found.key_averages() if event.key in RANGES}
+    return ranges_of(found)
 
 everywhere = torch._C._profiler._ExperimentalConfig(profile_all_threads=True)
 found = {"steps": names(), "asynchronous": names(experimental_config=everywhere)}
-for counts in found.values():
-    assert set(counts) == RANGES, found
+assert found == dict.fromkeys(found, RANGES), found
 tensor = torch.randn(1 << 17).bfloat16()
 with profile(activities=[ProfilerActivity.CPU]) as seen:
     if rank == 0:
         dist.send(tensor, 1)
     else:
         dist.recv(tensor, 0)
-mine = {event.key for event in seen.key_averages()} & RANGES
-assert mine == ({"ds_zipccl.encode", "ds_zipccl.wire"} if rank == 0 else {"ds_zipccl.wire", "ds_zipccl.decode"}), mine
-if rank == 0:
-    json.dump(found, open("ranges.json", "w"))
+assert ranges_of(seen) == RANGES - {"ds_zipccl.decode" if rank == 0 else "ds_zipccl.encode"}, ranges_of(seen)
 leave()
 """
 
@@ -206,5 +198,3 @@ leave()
 @pytest.mark.full(reason="one more launch")
 def test_real_engines(tmp_path: Path) -> None:
     succeed(tmp_path, PROGRAM)
-    found = json.loads((tmp_path / "ranges.json").read_text())
-    assert set(found["steps"]) == RANGES == set(found["asynchronous"])

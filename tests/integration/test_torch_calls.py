@@ -34,12 +34,8 @@ def training(lab: Lab, by_rows: bool, pipeline: bool = False) -> None:
     megatron.begin(grid)
     torch.manual_seed(1 + grid.get_tensor_model_parallel_rank())
     model = megatron.Blocks(WIDTH, 2, by_rows)
-    settings = {
-        "train_micro_batch_size_per_gpu": BATCH,
-        "bf16": {"enabled": True},
-        "optimizer": {"type": "AdamW", "params": ADAM},
-        "zero_optimization": {"stage": 1},
-    }
+    settings = {"train_micro_batch_size_per_gpu": BATCH, "bf16": {"enabled": True}, "zero_optimization": {"stage": 1}}
+    settings["optimizer"] = {"type": "AdamW", "params": ADAM}
     # Beside a pipeline, DeepSpeed's mpu is a grid with groups of its own.
     mpu = megatron.Grid(2) if pipeline else grid
     engine = deepspeed.initialize(model=model, model_parameters=model.parameters(), mpu=mpu, config=settings)[0]
@@ -176,13 +172,8 @@ def tensor_rows(run: dict[str, Any], name: str) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    return reference(
-        __file__,
-        2,
-        tmp_path_factory.mktemp("plain"),
-        *TRAININGS,
-        sources=[Path(engines.__file__), Path(megatron.__file__)],
-    )
+    sources = [Path(engines.__file__), Path(megatron.__file__)]
+    return reference(__file__, 2, tmp_path_factory.mktemp("plain"), *TRAININGS, sources=sources)
 
 
 def test_tensor_parallelism_of_megatron(plain: dict[str, Any], tmp_path: Path) -> None:
