@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 import torch
-from commands import content
+from commands import assert_refused, content
 from on_sim import launcher, world
 from places import PYTHONPATH, ROOT, TESTS
+from test_bench_train import results
 
 from ds_zipccl import kernels
-from ds_zipccl.__main__ import main
 from ds_zipccl.benchmarks import data
 from ds_zipccl.benchmarks.comm import cases, trial
 from ds_zipccl.benchmarks.links import backends, link
@@ -110,8 +110,7 @@ def test_comm_counts_wrong_elements_of_a_device(monkeypatch: pytest.MonkeyPatch)
 def test_what_cannot_be_measured(words: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
     if torch.cuda.is_available():
         pytest.skip("there is a GPU")
-    assert main(["bench", *words.split(), "--backend", "nccl"]) == 2
-    assert said in capsys.readouterr().err
+    assert_refused(["bench", *words.split(), "--backend", "nccl"], said, capsys)
 
 
 def test_options_that_do_not_fit(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -122,8 +121,7 @@ def test_options_that_do_not_fit(monkeypatch: pytest.MonkeyPatch, capsys: pytest
         ("--iterations 0", "--iterations must be at least 1, got 0"),
     ):
         if words != "--op broadcast" or "broadcast" not in KINDS:
-            assert main(["bench", "comm", "--backend", "nccl", *words.split()]) == 2
-            assert said in capsys.readouterr().err
+            assert_refused(["bench", "comm", "--backend", "nccl", *words.split()], said, capsys)
 
 
 def test_ranks_that_share_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -162,26 +160,18 @@ def test_sections_of_trainings_on_nccl() -> None:
     assert more is not None and (more["reduction"], more["nccl_min_bytes"]) == ("fp32", 65536)
 
 
-def results(loss: float, digest: str, coded: int) -> dict[str, Any]:
-    sent = {"coded_calls": coded, "logical_bytes": 8.0, "wire_bytes": 4.0, "passed_bytes": 0.0, "host_waits": 6.0}
-    times = {"step_ms": [3.0, 2.0], "comm_ms": [1.0, 1.0]}
-    return {
-        "losses": [loss.hex()] * 2,
-        "params_sha256": digest,
-        "replicas_equal": True,
-        "sent": sent,
-        "parameters": 8,
-        "steps": [],
-        **times,
-    }
-
-
 def test_verdict_where_sums_have_another_order() -> None:
     """Ours are compared with ours; waits are counted for each step."""
-    runs = {"plain": [results(1.0, "a", 0)], "raw": [results(2.0, "b", 3)], "coded": [results(2.0, "b", 3)]}
+
+    def run(loss: float, digest: str, coded: int) -> dict[str, Any]:
+        sent = results()["sent"] | {"coded_calls": coded, "host_waits": 6.0}
+        times = {"losses": [loss.hex()] * 2, "step_ms": [3.0, 2.0], "comm_ms": [1.0, 1.0]}
+        return results(params_sha256=digest, sent=sent, **times)
+
+    runs = {"plain": [run(1.0, "a", 0)], "raw": [run(2.0, "b", 3)], "coded": [run(2.0, "b", 3)]}
     assert not problems(runs, same_sums=False)
     assert problems(runs)
-    runs["coded"].append(results(2.0, "c", 3))
+    runs["coded"].append(run(2.0, "c", 3))
     assert problems(runs, same_sums=False) == ["coded run: parameters differ from the first raw run's"]
     training = Training(SCRIPT, "zero3", ranks=4, steps=2, backend=NCCL)
     assert not training.same_sums

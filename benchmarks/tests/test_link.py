@@ -1,4 +1,4 @@
-"""``--link``: a shaped network of namespaces, rate, delay and loss as measured on it, and that nothing of it stays."""
+"""``--link``: a shaped network of namespaces, rate, delay and loss as measured on it, that nothing of it stays; and its syntax."""
 
 from __future__ import annotations
 
@@ -15,12 +15,13 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
+from commands import assert_refused, outcome
 from places import EXAMPLES
 
-from ds_zipccl.__main__ import main
 from ds_zipccl.benchmarks.links import link, namespaces
 from ds_zipccl.cli import ToolError
 
@@ -48,10 +49,6 @@ def left_behind(pid: int | None = None) -> list[str]:
     """Namespaces and interfaces of a process, of this one if None; other processes may be measuring at the same time."""
     names = [*os.listdir("/run/netns"), *(name for _, name in socket.if_nameindex())]
     return [name for name in names if re.fullmatch(rf"zc{pid or os.getpid()}[bnv]\d*", name)]
-
-
-def rows(path: Path) -> list[dict[str, object]]:
-    return list(json.loads(path.read_text())["rows"])
 
 
 def shaped(text: str, ranks: int, nodes: int | None = None) -> contextlib.AbstractContextManager[namespaces.Network]:
@@ -129,63 +126,35 @@ def test_ranks_are_placed_in_blocks() -> None:
 
 
 @pytest.mark.network
-@pytest.mark.full(reason="ten seconds with nobody beside; test_collectives_take_as_long_as_the_link_needs stays")
-@pytest.mark.alone
-@needs_network
-def test_ranks_of_one_node_do_not_use_the_link(tmp_path: Path) -> None:
-    """4 MB between two ranks need 168 ms on the link; inside a node they take a few."""
-    times = {}
-    for nodes in (1, 2):
-        path = tmp_path / f"{nodes}.json"
-        words = f"--op all_to_all --numel 4M --repeats 3 --ranks 2 --nodes {nodes} --json {path}"
-        assert main(["bench", "comm", "--link", "200mbit", *words.split()]) == 0
-        times[nodes] = {row["variant"]: row["time_us"] / 1e6 for row in rows(path)}
-        assert {row["nodes"] for row in rows(path)} == {nodes}
-    for variant, wire_bytes in {"plain": 4 << 20, "raw": 4 << 20, "coded": 4 << 20 >> 1}.items():
-        assert times[2][variant] > 0.8 * 8 * wire_bytes / 200e6
-        assert times[1][variant] < times[2][variant] / 3
-
-
-@pytest.mark.network
 @pytest.mark.alone
 @needs_network
 @pytest.mark.full(reason="ten seconds with nobody beside; test_cost_model.py measures a shaped link")
 def test_collectives_take_as_long_as_the_link_needs(tmp_path: Path) -> None:
-    path = tmp_path / "rows.json"
-    words = ["--op", "all_gather", "--numel", "2M", "--repeats", "3", "--ranks", "2", "3", "--json", str(path)]
-    assert main(["bench", "comm", "--link", "200mbit", *words]) == 0
-    found = rows(path)
-    assert [(row["ranks"], row["link"]) for row in found] == [(2, "200mbit")] * 3 + [(3, "200mbit")] * 3
+    """Inside a node they take a few milliseconds: its ranks do not use the link."""
+    words = "bench comm --link 200mbit --op all_to_all --numel 2M --repeats 3 --ranks"
+    found = outcome(tmp_path, words, "2", "3")["rows"]
+    assert [(row["ranks"], row["nodes"], row["link"]) for row in found] == [
+        (n, n, "200mbit") for n in (2, 2, 2, 3, 3, 3)
+    ]
     for row in found:
         least = 8 * row["wire_bytes"] / 200e6
         assert 0.8 * least < row["time_us"] / 1e6 < 4 * least, row
         assert row["wrong"] == 0
     for _, raw, coded in (found[:3], found[3:]):
         assert raw["time_us"] > 1.2 * coded["time_us"]  # 1.5 times fewer bytes
-    assert not left_behind()
-
-
-@pytest.mark.full(reason="test_bench_train trains, test_collectives_take_as_long_as_the_link_needs has the link")
-@pytest.mark.network
-@needs_network
-def test_training_over_a_link(tmp_path: Path) -> None:
-    path = tmp_path / "rows.json"
-    words = ["--workload", "zero2", "--size", "tiny", "--steps", "4", "--skip", "1", "--json", str(path)]
-    assert main(["bench", "train", "--link", "500mbit", *words]) == 0
-    plain, coded = rows(path)
-    assert (plain["link"], coded["link"], plain["nodes"]) == ("500mbit", "500mbit", 2)
-    assert plain["params_sha256"] == coded["params_sha256"]
-    # A step sends about a fifth of the run's bytes, initialisation the rest; nothing of it hides behind computing.
-    assert plain["comm_ms"] > 0.7 * 1000 * 8 * plain["logical_bytes"] / 5 / 500e6
+    for inside, between in zip(outcome(tmp_path, words, "2", "--nodes", "1")["rows"], found[:3], strict=True):
+        assert inside["nodes"] == 1 and inside["time_us"] < between["time_us"] / 3, (inside, between)
     assert not left_behind()
 
 
 @pytest.mark.network
-@pytest.mark.full(reason="half a minute; test_ranks_are_placed_in_blocks and test_training_over_a_link stay")
+@pytest.mark.full(
+    reason="half a minute; test_bench_train trains, test_collectives_take_as_long_as_the_link_needs has the link"
+)
 @needs_network
 def test_training_on_nodes(tmp_path: Path) -> None:
-    """Two nodes of two ranks each: every process is told where it is, and the bits are those of any other placement."""
-    places, path = tmp_path / "places", tmp_path / "rows.json"
+    """Two nodes of two ranks each: every process is told where it is, the bits are the same, and communication takes the link's time."""
+    places = tmp_path / "places"
     places.mkdir()
     script = tmp_path / "train_gpt.py"
     script.write_text(
@@ -202,13 +171,17 @@ sys.exit(train_gpt.main())
     )
     for config in EXAMPLE.parent.glob("*.json"):
         (tmp_path / config.name).write_text(config.read_text())
-    words = "--workload zero3 --size tiny --ranks 4 --nodes 2 --link 1gbit --steps 2 --skip 1"
-    assert main(["bench", "train", *words.split(), "--script", str(script), "--json", str(path)]) == 0
-    assert [(row["ranks"], row["nodes"]) for row in rows(path)] == [(4, 2)] * 2
+    words = "bench train --workload zero2 --size tiny --ranks 4 --nodes 2 --link 500mbit --steps 4 --skip 1 --script"
+    plain, coded = outcome(tmp_path, words, str(script))["rows"]
+    assert [(row["ranks"], row["nodes"], row["link"]) for row in (plain, coded)] == [(4, 2, "500mbit")] * 2
+    assert plain["params_sha256"] == coded["params_sha256"]
+    # A step sends about a fifth of the run's bytes, initialisation the rest; nothing of it hides behind computing.
+    assert plain["comm_ms"] > 0.7 * 1000 * 8 * plain["logical_bytes"] / 5 / 500e6
     found = [json.loads((places / str(rank)).read_text()) for rank in range(4)]
     assert [place for place, _ in found] == [[0, 0, 4, 2], [1, 1, 4, 2], [2, 0, 4, 2], [3, 1, 4, 2]]
     first, second, third, fourth = (where for _, where in found)
     assert first == second != third == fourth
+    assert not left_behind()
 
 
 @pytest.mark.network
@@ -322,3 +295,57 @@ def test_a_kernel_without_netem_is_named() -> None:
     with pytest.raises(ToolError, match="modprobe sch_netem"), shaped("1gbit,20ms", 2):
         pass
     assert not left_behind()
+
+
+# ---------------------------------------------------------------- without a network
+
+
+@pytest.mark.parametrize(
+    ("text", "wanted"),
+    [
+        ("2.5gbit", (2.5e9, 0, 0, 0)),
+        ("200mbit", (2e8, 0, 0, 0)),
+        ("1gbit,20ms", (1e9, 20_000, 0, 0)),
+        ("1gbit,0.1%", (1e9, 0, 0, 0.1)),
+        ("100kbit,1.5ms~250us", (1e5, 1500, 250, 0)),
+        ("1gbit,2s~1s,20%", (1e9, 2_000_000, 1_000_000, 20)),
+    ],
+)
+def test_links(text: str, wanted: tuple[float, ...]) -> None:
+    spec = link.parse(text)
+    assert spec is not None
+    assert (spec.rate, spec.delay_us, spec.jitter_us, spec.loss) == wanted
+    assert str(spec) == link.name(spec) == text
+    assert spec.rate_only == (len(text.split(",")) == 1)
+
+
+def test_loopback_is_no_network() -> None:
+    assert link.parse("loopback") is None and link.name(None) == "loopback"
+    with namespaces.joined(None, 2) as network:
+        assert network is None
+
+
+def test_missing_things_are_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["bench", "comm", "--link", "1gbit", "--op", "broadcast", "--numel", "8K"]
+    with monkeypatch.context() as patch:
+        patch.setitem(sys.modules, "pyroute2", None)
+        assert_refused(words, "pip install 'ds-zipccl[bench]'", capsys)
+    monkeypatch.setitem(sys.modules, "pyroute2", ModuleType("pyroute2"))
+    monkeypatch.setattr(namespaces.os, "geteuid", lambda: 1000)
+    assert_refused(words, "need root", capsys)
+    monkeypatch.setattr(namespaces.sys, "platform", "darwin")
+    assert_refused(words, "measure without --link", capsys)
+
+
+def test_what_netem_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Delay and jitter in microseconds, loss in percent, and room for all packets on their way."""
+    pytest.importorskip("pyroute2")
+    told: list[Any] = []
+    host = type("Host", (), {"tc": lambda self, *args, **more: told.append((args, more))})()
+    spec = link.parse("1gbit,20ms~4ms,0.5%")
+    assert spec is not None
+    namespaces._add_netem(host, 7, namespaces.Network(spec, 3, ("a", "b", "c"), (), ""))
+    ((args, more),) = told
+    assert args == ("add", "netem", 7)
+    assert (more["delay"], more["jitter"], more["loss"], more["handle"]) == (20_000, 4_000, 0.5, 0x10000)
+    assert more["limit"] == 1000 + 2 * int(125e6 * 24e-3 / 1500)

@@ -7,10 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from commands import content
+from commands import outcome
 from safetensors.torch import save_file
 
-from ds_zipccl.__main__ import main
 from ds_zipccl.benchmarks import data
 from ds_zipccl.benchmarks.codec import peers
 
@@ -19,42 +18,30 @@ DTYPES = ("bf16", "fp16", "fp32", "e4m3", "e5m2")
 
 @pytest.fixture
 def stored(tmp_path: Path) -> Path:
-    tensors = {
-        "grad.rows": torch.randn(3, 1000).bfloat16(),
-        "steps": torch.arange(500),
-        "scale": torch.randn(700).to(torch.float8_e5m2),
-        "empty": torch.empty(0),
-    }
+    tensors = {"grad.rows": torch.randn(3, 1000).bfloat16(), "steps": torch.arange(500), "empty": torch.empty(0)}
+    tensors["scale"] = torch.randn(700).to(torch.float8_e5m2)
     save_file(tensors, tmp_path / "stored.safetensors")
     return tmp_path / "stored.safetensors"
 
 
 def test_codec_measures_the_tensors_of_a_file(stored: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = tmp_path / "corpus.json"
-    words = ["bench", "codec", "--corpus", str(stored), "--codec", "raw", "--repeats", "1", "--json", str(path)]
-    assert main([*words, "--peers", "zlib1"]) == 0
+    words = "bench codec --codec raw --repeats 1 --corpus"
     sizes = {"grad.rows": ("bfloat16", 3000), "steps": ("int64", 500), "scale": ("float8_e5m2", 700)}
-    rows = content(path)["rows"]
+    rows = outcome(tmp_path, words, str(stored), "--peers", "zlib1")["rows"]
     wanted = [(codec, name, *size) for name, size in sorted(sizes.items()) for codec in ("raw", "zlib1")]
     found = [(row["codec"], row["data"], row["dtype"], row["numel"]) for row in rows]
     assert sorted(found, key=lambda row: row[1:]) == sorted(wanted, key=lambda row: row[1:])
     assert all(row["wrong"] == 0 and (row["entropy_ratio"] is None) == (row["data"] == "steps") for row in rows)
     assert "empty left out: it is empty" in capsys.readouterr().err
 
-    assert main([*words, "--tile", "--numel", "4K", "3000"]) == 0
-    numel = {(row["data"], row["numel"]) for row in content(path)["rows"]}
-    assert numel == {
-        *(("grad.rows", n) for n in (3000, 6000)),
-        *(("steps", n) for n in (3000, 4500)),
-        ("scale", 4200),
-        ("scale", 3500),
-    }
+    rows = outcome(tmp_path, words, str(stored), "--tile", "--numel", "4K", "3000")["rows"]
+    tiled = {"grad.rows": (3000, 6000), "steps": (3000, 4500), "scale": (3500, 4200)}
+    assert {(row["data"], row["numel"]) for row in rows} == {(name, n) for name, sizes in tiled.items() for n in sizes}
 
     again = tmp_path / "again.pt"
     torch.save({"scale": torch.ones(5)}, again)
-    assert main([*words[:3], str(again), *words[3:], "--data", "zeros", "--dtype", "fp16", "--numel", "9"]) == 0
-    names = {row["data"] for row in content(path)["rows"]}
-    assert names == {"again:scale", "stored:grad.rows", "stored:steps", "stored:scale", "zeros"}
+    rows = outcome(tmp_path, words, str(again), str(stored), *"--data zeros --dtype fp16 --numel 9".split())["rows"]
+    assert {row["data"] for row in rows} == {"again:scale", "stored:grad.rows", "stored:steps", "stored:scale", "zeros"}
 
 
 def test_codec_peers_are_checked_like_codecs(
@@ -82,10 +69,8 @@ def test_codec_peers_are_checked_like_codecs(
         "fp32 only": peers.Peer(absent, dtypes=("float32",)),
     }
     monkeypatch.setattr(peers, "PEERS", table)
-    path = tmp_path / "peers.json"
-    words = ["bench", "codec", "--numel", "5000", "--dtype", "bf16", "--data", "normal", "--codec", "raw"]
-    assert main([*words, "--repeats", "2", "--json", str(path), "--peers"]) == 1
-    rows = {row["codec"]: row for row in content(path)["rows"] if row["route"] == "peer"}
+    words = "bench codec --numel 5000 --dtype bf16 --data normal --codec raw --repeats 2 --peers"
+    rows = {row["codec"]: row for row in outcome(tmp_path, words, status=1)["rows"] if row["route"] == "peer"}
     assert {name: row["wrong"] for name, row in rows.items()} == {"zlib1": 0, "spoils": 0, "flips": 1, "short": 5000}
     assert rows["zlib1"]["ratio"] > 1.1 > rows["spoils"]["ratio"] == 1
     printed = capsys.readouterr().err
@@ -97,10 +82,8 @@ def test_codec_peers_that_are_here(name: str, tmp_path: Path) -> None:
     package = peers.PEERS[name].package
     if package:
         pytest.importorskip(package, reason="pip install ds-zipccl[bench]", exc_type=ImportError)
-    path = tmp_path / "peer.json"
-    words = ["bench", "codec", "--numel", "100003", "--dtype", *DTYPES, "--data", "normal", "--codec", "raw"]
-    assert main([*words, "--repeats", "1", "--json", str(path), "--peers", name]) == 0
-    found = content(path)
+    words = f"bench codec --numel 100003 --data normal --codec raw --repeats 1 --peers {name} --dtype"
+    found = outcome(tmp_path, words, *DTYPES)
     rows = [row for row in found["rows"] if row["route"] == "peer"]
     assert [row["dtype"] for row in rows] == [data.DTYPES[dtype] for dtype in DTYPES]
     assert all(row["wrong"] == 0 and 0.98 < row["ratio"] < 1.6 for row in rows)

@@ -11,7 +11,7 @@ import from_format
 import numpy as np
 import pytest
 import torch
-from commands import command, content, shannon
+from commands import assert_refused, command, outcome, shannon
 from safetensors.torch import save_file
 
 from ds_zipccl import codecs
@@ -32,10 +32,8 @@ def tensors() -> dict[str, torch.Tensor]:
     }
 
 
-def analysis(path: Path, *words: str) -> list[dict[str, Any]]:
-    target = path.with_suffix(".json")
-    assert main(["analyze", str(path), "--json", str(target), *words]) == 0
-    return list(content(target)["rows"])
+def analysis(path: Path) -> list[dict[str, Any]]:
+    return list(outcome(path.parent, f"analyze {path}")["rows"])
 
 
 def check(rows: list[dict[str, Any]], tensors: dict[str, torch.Tensor]) -> None:
@@ -130,15 +128,13 @@ def test_analyze_never_executes_a_pickle(tmp_path: Path, zipped: bool, capsys: p
     assert proof.exists()  # the trap was a real one
 
 
-@pytest.mark.parametrize("name", ["model.pt", "model.safetensors"])
 def test_analyze_refuses_half_a_file(
-    tensors: dict[str, torch.Tensor], tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]
+    tensors: dict[str, torch.Tensor], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    path = tmp_path / name
-    torch.save(tensors, path) if path.suffix == ".pt" else save_file(tensors, path)
-    path.write_bytes(path.read_bytes()[:3000])
-    assert main(["analyze", str(path)]) == 2
-    assert "not a sound" in capsys.readouterr().err
+    for save, path in ((torch.save, tmp_path / "model.pt"), (save_file, tmp_path / "model.safetensors")):
+        save(tensors, path)
+        path.write_bytes(path.read_bytes()[:3000])
+        assert_refused(["analyze", str(path)], "not a sound", capsys)
 
 
 def test_analyze_counts_wrong_elements(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -150,9 +146,8 @@ def test_analyze_counts_wrong_elements(monkeypatch: pytest.MonkeyPatch, tmp_path
         return result
 
     monkeypatch.setattr(codecs, "decompress", negates_the_first)
-    path = tmp_path / "rows.json"
-    assert main(["analyze", "-", "--data", "zeros", "--numel", "4K", "--json", str(path)]) == 1
-    assert [row["wrong"] for row in content(path)["rows"]] == [1, 1]
+    found = outcome(tmp_path, "analyze - --data zeros --numel 4K", status=1)
+    assert [row["wrong"] for row in found["rows"]] == [1, 1]
 
 
 def test_plot_is_a_picture(tmp_path: Path) -> None:
@@ -172,9 +167,7 @@ def test_plot_knows_the_format() -> None:
 
     for mode, named in from_format.NAMED.items():
         tiers = {3 - k: tier for tier, ks in enumerate(named) for k in ks if k != "zero"}
-        assert {distance: plots._tier(mode, distance) for distance in range(-14, 6)} == {
-            distance: tiers.get(distance) for distance in range(-14, 6)
-        }
+        assert all(plots._tier(mode, distance) == tiers.get(distance) for distance in range(-14, 6))
     drawing = plots.Histograms(512)
     tensor = torch.cat([data.spec("normal:0.01").make(5120, "bfloat16"), torch.zeros(512, dtype=torch.bfloat16)])
     drawing.add(tensor, codecs.compress(tensor, block=512))
@@ -190,8 +183,7 @@ def test_plot_knows_the_format() -> None:
 def test_plot_without_matplotlib(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     monkeypatch.delitem(sys.modules, "ds_zipccl.benchmarks.plots", raising=False)
-    assert main(["analyze", "-", "--numel", "4K", "--plot", "x.png"]) == 2
-    assert "pip install matplotlib" in capsys.readouterr().err
+    assert_refused("analyze - --numel 4K --plot x.png".split(), "pip install matplotlib", capsys)
 
 
 # ---------------------------------------------------------------- data and statistics
@@ -235,7 +227,8 @@ def test_exponent_statistics() -> None:
     assert exponents(tensor).counts.sum() == 100_003
     assert exponents(torch.empty(0)).entropy == exponents(torch.empty(0)).within_blocks == 0
     assert float(entropy(np.array([4, 4, 4, 4]))) == 2.0
-    for dtype, bits in ((torch.bfloat16, (8, 7)), (torch.float16, (5, 10)), (torch.float32, (8, 23))):
+    fp8 = ((torch.float8_e4m3fn, (4, 3)), (torch.float8_e5m2, (5, 2)))
+    for dtype, bits in ((torch.bfloat16, (8, 7)), (torch.float16, (5, 10)), (torch.float32, (8, 23)), *fp8):
         assert (Fields.of(dtype).exponent, Fields.of(dtype).mantissa) == bits
 
 
@@ -244,9 +237,8 @@ def test_block_tables_read_what_the_encoder_chose() -> None:
     noise = data.spec("random").make(512, "bfloat16")
     sparse = data.spec("sparse20").make(300, "bfloat16")
     wide = (normal * torch.exp2(torch.arange(512) % 6)).bfloat16()
-    tensor = torch.cat(
-        [torch.zeros(512).bfloat16(), noise, normal, normal * 16, *[noise] * 14, wide, *[noise] * 15, sparse]
-    )
+    blocks = [torch.zeros(512).bfloat16(), noise, normal, normal * 16, *[noise] * 14, wide, *[noise] * 15, sparse]
+    tensor = torch.cat(blocks)
     tops, modes = block_tables(codecs.compress(tensor, block=512))
     assert modes.tolist() == [0, 1, 2, 2, *[1] * 14, 4, *[1] * 15, 3]
     assert int(tops[3]) - int(tops[2]) == 4  # 16 = 2**4
@@ -255,10 +247,9 @@ def test_block_tables_read_what_the_encoder_chose() -> None:
 
 def test_choices_are_those_of_the_codec() -> None:
     assert data.BLOCKS == codecs.exponent.BLOCKS
-    assert [getattr(torch, name) for name in data.DEFAULT_DTYPES] == list(codecs.CODED_DTYPES)[
-        : len(data.DEFAULT_DTYPES)
-    ]
-    assert set(trial.CODECS) == set(codecs.CODECS)
+    coded = list(codecs.CODED_DTYPES)
+    assert [getattr(torch, name) for name in data.DEFAULT_DTYPES] == coded[: len(data.DEFAULT_DTYPES)]
+    assert tuple(codecs.CODECS) == trial.CODECS
 
 
 def test_differing_looks_at_bits() -> None:

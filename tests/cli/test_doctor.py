@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib
 import io
 import json
 import os
@@ -12,10 +13,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from commands import assert_refused, content
-from places import ROOT
+import torch
+from commands import assert_refused, command, content
+from places import EXAMPLES, ROOT
 from programs import launch
+from safetensors.torch import save_file
 
+from ds_zipccl.__main__ import main
 from ds_zipccl.benchmarks.links import link, namespaces
 from ds_zipccl.benchmarks.train import doctor_check
 from ds_zipccl.cli import ToolError, doctor_ranks
@@ -23,10 +27,10 @@ from ds_zipccl.cli.doctor_ranks import RankReport
 from ds_zipccl.cli.planning import job as job_plan
 from ds_zipccl.cli.planning import operations as step_plan
 from ds_zipccl.cli.planning import speeds, user_job
+from ds_zipccl.integration import autoload, hook_points
 from ds_zipccl.policy.admission import PassReason
 from ds_zipccl.policy.cost_model import LinkProfile, predict
 
-EXAMPLES = ROOT / "examples"
 FAST = LinkProfile(((1.0, 1e-5), (1e9, 1.0)), 1e12, 1e12, 1e12, 1e12, 1e12, 1e-6)
 NORMAL = job_plan.Ratios(1.5, 4.0, "")
 #: A config with buckets of its own.
@@ -52,10 +56,7 @@ def written(folder: Path, **changes: Any) -> str:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        (
-            {"zipccl": {"enabled": True, "mod": "auto"}},
-            'the "zipccl" section is invalid: .*mod.*docs/configuration.md has the keys',
-        ),
+        ({"zipccl": {"mod": "auto"}}, 'the "zipccl" section is invalid: .*mod.*docs/configuration.md has the keys'),
         ({"zipccl": None, "zipcl": {"enabled": True}}, 'unknown key "zipcl": did you mean "zipccl"'),
         ({"zero_optimization": {"stage": 4}}, "stage of zero_optimization is one of .*, got 4"),
         ({"zero_optimization": [2]}, "zero_optimization must be an object"),
@@ -78,21 +79,15 @@ def test_files_that_are_no_config(tmp_path: Path) -> None:
 
 
 def test_values_that_a_trainer_fills_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    job = user_job.read(
-        written(
-            tmp_path,
-            zipccl=None,
-            bf16={"enabled": "auto"},
-            gradient_accumulation_steps="auto",
-            tensor_parallel={"autotp_size": 2},
-        )
-    )
-    assert (job.dtype, job.accumulation, job.buckets.reduce, job.buckets.gather) == (
-        "bfloat16",
-        1,
-        4_000_000,
-        2_000_000,
-    )
+    changes = {
+        "zipccl": None,
+        "bf16": {"enabled": "auto"},
+        "gradient_accumulation_steps": "auto",
+        "tensor_parallel": {"autotp_size": 2},
+    }
+    job = user_job.read(written(tmp_path, **changes))
+    assert (job.dtype, job.accumulation) == ("bfloat16", 1)
+    assert (job.buckets.reduce, job.buckets.gather) == (4_000_000, 2_000_000)
     said = "\n".join(job.notes)
     assert 'no "zipccl" section' in said and 'bf16 is "auto"' in said and "role tp" in said
     monkeypatch.setenv("DS_ZIPCCL", '{"enabled": true, "mode": "never"}')
@@ -144,40 +139,52 @@ def test_the_lines_of_a_step(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("zero", "volume"),
     [
-        (
-            {"stage3_max_live_parameters": 8e6, "stage3_max_reuse_distance": 4e6},
-            2.3113,
-        ),  # `bench train --workload zero3`: 2.3121
+        ({"max_live_parameters": 8e6, "max_reuse_distance": 4e6}, 2.3113),  # `bench train --workload zero3`: 2.3121
         ({}, 2.0),  # DeepSpeed's defaults keep a model of this size
-        ({"stage3_max_live_parameters": 0, "stage3_max_reuse_distance": 0}, 3.0),
-        ({"stage3_max_live_parameters": 8e6, "stage3_max_reuse_distance": 0, "stage3_prefetch_bucket_size": 0}, 3.0),
-        ({"stage3_max_live_parameters": 0, "stage3_max_reuse_distance": 11_615_680}, 2.5),
+        ({"max_live_parameters": 0, "max_reuse_distance": 0}, 3.0),
+        ({"max_live_parameters": 8e6, "max_reuse_distance": 0, "prefetch_bucket_size": 0}, 3.0),
+        ({"max_live_parameters": 0, "max_reuse_distance": 11_615_680}, 2.5),
     ],
 )
 @pytest.mark.parametrize("base", ["off", "host"])
 def test_zero3_keeps_parameters_for_the_backward_pass(
     zero: dict[str, Any], volume: float, base: str, tmp_path: Path
 ) -> None:
-    section = {"enabled": True, "zero3_base": base}
-    job = user_job.read(
-        written(
-            tmp_path,
-            zero_optimization={"stage": 3} | zero,
-            zipccl=section,
-            gradient_accumulation_steps=1,
-            bf16={"enabled": True},
-        )
-    )
+    changes = {"zipccl": {"enabled": True, "zero3_base": base}, "gradient_accumulation_steps": 1}
+    changes["zero_optimization"] = {"stage": 3} | {f"stage3_{key}": value for key, value in zero.items()}
+    job = user_job.read(written(tmp_path, **changes))
     args = argparse.Namespace(
         params=11_615_680, trainable=None, zero=3, accumulation=1, gradients=None, zero3_base=base, delta="auto", dtype="bfloat16"
     )  # fmt: skip
-    assert sum(line.part * line.times for line in step_plan.traffic(args, job.buckets)) == pytest.approx(
-        volume, abs=2e-4
-    )
+    moved = sum(line.part * line.times for line in step_plan.traffic(args, job.buckets))
+    assert moved == pytest.approx(volume, abs=2e-4)
     predicted = job_plan.predict(job, args.params, 2, FAST, NORMAL)
-    moved = [row["plain_ms"] for row in predicted if row["what"].startswith("parameters")]
+    spent = sum(row["plain_ms"] for row in predicted if row["what"].startswith("parameters"))
     once = predict("all_gather", "gloo", 2 * args.params, 2, FAST)
-    assert sum(moved) == pytest.approx(1e3 * once * (volume - 1), rel=0.05)
+    assert spent == pytest.approx(1e3 * once * (volume - 1), rel=0.05)
+
+
+def test_a_job_with_frozen_parameters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """LoRA: gathers of frozen parameters are copies in any mode but never. Nothing but adapters has gradients."""
+    monkeypatch.setattr(speeds, "measured_copies", lambda: (1e10, 1e10))
+    live = {"stage3_max_live_parameters": 0, "stage3_max_reuse_distance": 0}
+
+    def rows(**section: Any) -> dict[str, dict[str, Any]]:
+        changes = {"zero_optimization": {"stage": 3} | live, "gradient_accumulation_steps": 1}
+        job = user_job.read(written(tmp_path, zipccl={"enabled": True} | section, **changes))
+        return {row["what"]: row for row in job_plan.predict(job, 10**8, 2, FAST, NORMAL, trainable=10**6)}
+
+    found = rows()
+    passes = [f"{what}, {when}" for what in ("frozen", "parameters") for when in ("forward", "backward")]
+    assert list(found) == [*passes, "gradients", "total"]
+    copied = 1e3 * (4e-6 / 2 + 1.98e8 / 1e10 + 0.99e8 / 1e10)
+    assert found["frozen, backward"]["ms"] == pytest.approx(copied, rel=1e-3)
+    assert found["frozen, backward"]["choice"] == rows(mode="always")["frozen, backward"]["choice"] == "copies"
+    gathered = 1e3 * predict("all_gather", "plain", 1.98e8, 2, FAST)
+    assert found["frozen, backward"]["plain_ms"] == pytest.approx(gathered, rel=1e-3)
+    assert found["gradients"]["plain_ms"] == pytest.approx(1e3 * predict("reduce_scatter", "gloo", 2e6, 2, FAST))
+    assert rows(mode="never")["frozen, forward"]["choice"] == "plain"
+    assert rows(zero3_base="off")["frozen, forward"]["choice"] == "coded"
 
 
 def test_lines_that_pass_and_why(tmp_path: Path) -> None:
@@ -186,10 +193,8 @@ def test_lines_that_pass_and_why(tmp_path: Path) -> None:
         return {row["role"]: row["reason"] for row in job_plan.predict(job, PARAMS, 2, FAST, NORMAL)[:-1]}
 
     assert set(reasons(mode="always").values()) == {""}
-    assert reasons(mode="always", roles={"zero_grad": "never"}) == {
-        "zero_grad": PassReason.ROLE.value,
-        "zero_param": "",
-    }
+    never = reasons(mode="always", roles={"zero_grad": "never"})
+    assert never == {"zero_grad": PassReason.ROLE.value, "zero_param": ""}
     assert reasons(mode="always", min_bytes=6_000_000) == {"zero_grad": "", "zero_param": PassReason.SMALL.value}
     assert reasons(mode="always", reduction="plain")["zero_grad"] == PassReason.PLAIN_SUMS.value
     assert set(reasons(enabled=False).values()) == {PassReason.DISABLED.value}
@@ -211,9 +216,6 @@ def test_jobs_without_a_prediction(tmp_path: Path) -> None:
 
 
 def test_the_ratio_of_a_sample(tmp_path: Path) -> None:
-    import torch
-    from safetensors.torch import save_file
-
     path = str(tmp_path / "weights.safetensors")
     constant, other = torch.ones(1 << 16, dtype=torch.bfloat16), torch.randn(1 << 16)
     save_file({"a": constant, "b": other}, path)
@@ -227,26 +229,7 @@ def test_the_ratio_of_a_sample(tmp_path: Path) -> None:
 # ---------------------------------------------------------------- the command
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        ("--params 1e9", "name --ds-config too"),
-        ("--step-ms 400", "name --params too"),
-        ("--trainable 1e9", "--trainable is a part of --params"),
-        ("--ranks 1", "--ranks must be at least 2"),
-        ("--ds-config missing.json", "cannot read the DeepSpeed config missing.json"),
-        ("--params -1", "is not a whole number from 1"),
-        ("--check zero2", "--check wants a --link of a given rate"),
-        ("--check zero2 --link 1gbit --steps 3", "need --steps > --skip"),
-    ],
-)
-def test_refusals(words: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert_refused(["doctor", *words.split()], message, capsys)
-
-
 def test_names_that_do_not_fit_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    from ds_zipccl.integration import hook_points
-
     name = "DeepSpeedZeroOptimizer_Stage3.step"
     assert not [found for found in doctor_ranks.hooks_found() if found.endswith(name)]
     monkeypatch.setitem(hook_points._unfit, name, f"has no {name}")
@@ -264,14 +247,8 @@ def test_half_a_launcher(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capture
 def test_reports_of_other_machines_are_checked() -> None:
     mine = RankReport("node", "a\x1b[31mb", "c", {"module": ""})
     assert RankReport.from_bytes(1, mine.to_bytes()).error == "a?[31mb"
-    for data in (
-        b"{",
-        b"[]",
-        b'{"host": 1}',
-        b'{"host": "", "error": "", "config": "", "hooks": []}',
-        b" " * (1 << 17),
-        b"[" * 60_000,
-    ):
+    hooks = b'{"host": "", "error": "", "config": "", "hooks": []}'
+    for data in (b"{", b"[]", b'{"host": 1}', hooks, b" " * (1 << 17), b"[" * 60_000):
         with pytest.raises(ToolError, match="rank 1 sent no report of this version"):
             RankReport.from_bytes(1, data)
 
@@ -282,8 +259,7 @@ def test_real_ranks(tmp_path: Path) -> None:
     found = launch(__file__, 2, tmp_path)
     first, second = found["rank0"], found["rank1"]
     missing, differing, unhooked = range(3)
-    assert [one["status"] for one in first] == [2, 2, 1]
-    assert [one["status"] for one in second] == [2, 2, 1]
+    assert [[one["status"] for one in rank] for rank in (first, second)] == [[2, 2, 1]] * 2
     assert not any(one["text"] for one in second)  # rank 0 alone prints
     assert "rank 1 on" in first[missing]["text"] and "cannot read the DeepSpeed config" in first[missing]["text"]
     assert "the config of rank 1" in first[differing]["text"] and "same DS_ZIPCCL" in first[differing]["text"]
@@ -304,12 +280,8 @@ def test_real_ranks(tmp_path: Path) -> None:
     assert written_file["step_speedup"] == (100 + total["plain_ms"]) / (100 + total["ms"])
 
 
-@pytest.mark.full(
-    reason="eight seconds of two interpreters that import DeepSpeed; test_real_ranks has the ranks of a launcher"
-)
+@pytest.mark.full(reason="eight seconds of two interpreters; test_real_ranks has the ranks of a launcher")
 def test_local_ranks_without_the_entry_point(tmp_path: Path) -> None:
-    from commands import command
-
     path = tmp_path / "doctor.json"
     ended = command("doctor", "--json", str(path), TORCH_DEVICE_BACKEND_AUTOLOAD="0", DS_ACCELERATOR="cpu")
     assert ended.returncode == 1, ended.stderr
@@ -324,8 +296,6 @@ def test_local_ranks_without_the_entry_point(tmp_path: Path) -> None:
 def test_a_training_on_a_shaped_link(tmp_path: Path) -> None:
     """Bits are equal, and both sides see that coding pays. How near they are is for `make doctor-check` on a quiet machine: other tests
     slow a training down."""
-    from commands import command
-
     path = tmp_path / "check.json"
     ended = command(*f"doctor --check zero2 --link 200mbit --steps 4 --skip 1 --json {path}".split())
     found = content(path)
@@ -346,11 +316,8 @@ def test_the_median_measurement_counts(order: tuple[int, ...]) -> None:
 
 
 def _run(rank: int, config: str, *words: str) -> dict[str, Any]:
-    from ds_zipccl.__main__ import main
-
-    os.environ["MASTER_PORT"] = str(
-        int(os.environ["MASTER_PORT"]) + 1
-    )  # the store of the doctor before may still listen
+    # The store of the doctor before may still listen.
+    os.environ["MASTER_PORT"] = str(int(os.environ["MASTER_PORT"]) + 1)
     text = io.StringIO()
     with contextlib.redirect_stdout(text), contextlib.redirect_stderr(text):
         status = main(["doctor", "--ds-config", config, "--params", str(PARAMS), "--timeout", "60", *words])
@@ -358,10 +325,6 @@ def _run(rank: int, config: str, *words: str) -> dict[str, Any]:
 
 
 def _rank(folder: Path) -> None:
-    import importlib
-
-    from ds_zipccl.integration import autoload
-
     rank = int(os.environ["RANK"])
     own = folder / f"configs{rank}"
     own.mkdir()

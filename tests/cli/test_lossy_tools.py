@@ -9,16 +9,18 @@ from typing import Any
 
 import pytest
 import torch
+from commands import content, outcome
 from safetensors.torch import save_file
+from test_plan import fast
 
 from ds_zipccl import codecs
-from ds_zipccl.__main__ import main
 from ds_zipccl.cli import analyze
 from ds_zipccl.lossy import Int, LossyCodec, Round, TacoFp8, Zfp
-from ds_zipccl.policy.cost_model import LinkProfile
 from ds_zipccl.policy.lossy_sizes import expected
 
-PLAN = "plan --params 1e9 --gpus 16 --gpus-per-node 1 --live 0 --backend gloo --network 10gbit/gpu".split()
+__all__ = ["fast"]
+
+PLAN = "plan --params 1e9 --gpus 16 --gpus-per-node 1 --live 0 --backend gloo --network 10gbit/gpu"
 
 
 #: Measured on tensors of a GPT of 11M parameters in bfloat16: lossless bits of activations forward and backward and of gradients, and
@@ -54,26 +56,17 @@ def test_expected_sizes_of_other_dtypes() -> None:
         expected(LossyCodec(), "bfloat16", 11)
 
 
-@pytest.fixture
-def fast(tmp_path: Path) -> str:
-    path = tmp_path / "profile.json"
-    profile = LinkProfile(((1.0, 1e-5), (1e9, 1.0)), 1e12, 1e12, 1e12, 1e12, 1e12, 1e-6)
-    path.write_text(json.dumps(profile.to_json()))
-    return str(path)
-
-
-def planned(path: Path, *words: str) -> dict[tuple[str, str], dict[str, Any]]:
-    assert main([*PLAN, *words, "--json", str(path)]) == 0
-    return {(row["what"], row["variant"]): row for row in json.loads(path.read_text())["rows"]}
+def planned(folder: Path, *words: str) -> dict[tuple[str, str], dict[str, Any]]:
+    return {(row["what"], row["variant"]): row for row in outcome(folder, PLAN, *words)["rows"]}
 
 
 @pytest.mark.parametrize("stage", ["1", "2", "3"])
 def test_lossy_gradients_of_a_plan(stage: str, tmp_path: Path, fast: str, capsys: pytest.CaptureFixture[str]) -> None:
     """Bytes of gradients alone shrink, by the codec's bits."""
     words = ("--profile", fast, "--ratio", "1.5", "--zero", stage)
-    before, after = planned(tmp_path / "a.json", *words), planned(tmp_path / "b.json", *words, "--gradients", "round:2")
+    before, after = planned(tmp_path, *words), planned(tmp_path, *words, "--gradients", "round:2")
     lossless = 16 / 1.5
-    assert json.loads((tmp_path / "b.json").read_text())["gradients"] == "round mantissa 2"
+    assert content(tmp_path / "outcome.json")["gradients"] == "round mantissa 2"
     assert "round mantissa 2: 5.67 bits a value instead of 10.67, relative L2 error 0.053" in capsys.readouterr().out
     for (what, variant), row in after.items():
         gain = before[what, variant]["wire_gb"] / row["wire_gb"]
@@ -87,46 +80,24 @@ def test_a_plan_says_where_lossy_gradients_cost_time(
     tmp_path: Path, fast: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """On a fast link the codec is slower than the link."""
-    slow = json.loads(Path(fast).read_text()) | dict.fromkeys(("encode", "decode", "add"), 1e8)
-    Path(fast).write_text(json.dumps(slow))
+    Path(fast).write_text(json.dumps(content(Path(fast)) | dict.fromkeys(("encode", "decode", "add"), 1e8)))
     words = ("--profile", fast, "--ratio", "1.5", "--zero", "3")
-    planned(tmp_path / "a.json", *words, "--gradients", "int:4")
-    said = capsys.readouterr().out
-    text = 'lossy gradients take longer than plain ones, and "auto" does not pass them: take the codec out'
-    assert text in said
-    planned(tmp_path / "b.json", *words)
+    planned(tmp_path, *words, "--gradients", "int:4")
+    said = 'lossy gradients take longer than plain ones, and "auto" does not pass them: take the codec out'
+    assert said in capsys.readouterr().out
+    planned(tmp_path, *words)
     said = capsys.readouterr().out
     assert "lossy gradients" not in said and " coded   plain " in said
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["--gradients", "powersgd"], "no codec 'powersgd'"),
-        (["--gradients", "zfp:16"], "zfp rate 16 takes 16.00 bits a value, without loss it is 10.67: leave --gradients out"),
-    ],
-)  # fmt: skip
-def test_plans_that_are_refused(words: list[str], message: str, fast: str, capsys: pytest.CaptureFixture[str]) -> None:
-    try:
-        assert main([*PLAN, "--profile", fast, "--ratio", "1.5", *words]) == 2
-    except SystemExit as left:
-        assert left.code == 2
-    assert message in capsys.readouterr().err
-
-
-def test_nccl_groups_have_no_lossy_gradients(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main("plan --params 1e9 --gpus 16 --network --gradients round".split()) == 2
-    assert "NCCL groups pass lossy roles exact" in capsys.readouterr().err
 
 
 def test_analyze_measures_lossy_codecs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     torch.manual_seed(1)
     tensors = {"a": torch.randn(70_000).bfloat16(), "b": torch.randn(3000), "ids": torch.arange(4000)}
     tensors["a"][:3] = torch.tensor([math.nan, math.inf, -math.inf])
-    path, target = tmp_path / "model.safetensors", tmp_path / "rows.json"
+    path = tmp_path / "model.safetensors"
     save_file(tensors, path)
-    assert main(["analyze", str(path), "--lossy", "round:2", "round:5", "--json", str(target)]) == 0
-    rows = {(row["name"], row["codec"]): row for row in json.loads(target.read_text())["lossy"]}
+    found = outcome(tmp_path, f"analyze {path} --lossy round:2 round:5")
+    rows = {(row["name"], row["codec"]): row for row in found["lossy"]}
     assert len(rows) == 4 and all(row["wrong"] == 0 for row in rows.values())
     for (name, codec), row in rows.items():
         bits = int(codec[-1])

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
 import torch
+from commands import outcome
 
 from ds_zipccl import kernels
 from ds_zipccl.__main__ import main
@@ -14,63 +14,55 @@ from ds_zipccl.kernels import build
 from ds_zipccl.kernels.cuda import cupy_kernels
 
 WORKS, FAILS = object, None  # loaders: object() stands for a route, None cannot be called
+Loaders = tuple[object, ...]
+GONE = build.BuildError("no CuPy (gone); pip install cupy-cuda13x")
 
 
-@pytest.mark.parametrize(
-    ("cpu", "cuda", "device", "wrong"),
-    [
-        ((WORKS, FAILS), (FAILS, FAILS), False, ""),
-        ((FAILS, WORKS), (FAILS, WORKS), True, ""),
-        ((FAILS, FAILS), (FAILS, FAILS), False, "CPU"),
-        ((FAILS, FAILS), (WORKS, WORKS), True, "CPU"),
-        ((WORKS, FAILS), (FAILS, FAILS), True, "CUDA"),
-        ((FAILS, FAILS), (FAILS, FAILS), True, "CPU and CUDA"),
-    ],
-)
-def test_status(
-    cpu: tuple[object, object],
-    cuda: tuple[object, object],
-    device: bool,
-    wrong: str,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+def load(
+    monkeypatch: pytest.MonkeyPatch, cpu: tuple[object, ...], cuda: tuple[object, ...], device: bool = False
 ) -> None:
+    """Let the routes for CPU and CUDA tensors have these loaders, and let there be a GPU or not."""
     table = {"cpu": dict(zip(("native", "numba"), cpu)), "cuda": dict(zip(("native", "cupy"), cuda))}
     monkeypatch.setattr(kernels, "ROUTES", table)
     monkeypatch.setattr(kernels, "_loaded", {})
     monkeypatch.setattr(torch.cuda, "is_available", lambda: device)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-    assert main(["report"]) == (1 if wrong else 0)
-    last = capsys.readouterr().out.splitlines()[-1]
-    assert last.startswith(f"no route for {wrong} tensors works here") == bool(wrong)
+
+
+NO_ROUTE, NOT_EVERY = (
+    "no route for {} tensors works here",
+    "not every route for CUDA tensors works here, as --require wants",
+)
 
 
 @pytest.mark.parametrize(
-    ("cuda", "required", "status", "last"),
+    ("cpu", "cuda", "gpu", "required", "last"),
     [
-        ((WORKS, WORKS), ["cuda"], 0, ""),
-        ((WORKS, FAILS), ["cuda"], 1, "not every route for CUDA tensors works here, as --require wants"),
-        ((FAILS, WORKS), ["cuda"], 1, "not every route for CUDA tensors works here"),
-        ((FAILS, FAILS), ["cuda"], 1, "not every route for CUDA tensors works here"),
-        ((WORKS, FAILS), [], 0, ""),
-        ((WORKS, FAILS), ["cpu"], 0, ""),
-        ((), ["cuda"], 1, "not every route for CUDA tensors works here"),
-        ((FAILS, FAILS), ["cpu", "cuda", "cuda"], 1, "not every route for CUDA tensors"),
+        ((WORKS, FAILS), (FAILS, FAILS), False, "", ""),
+        ((FAILS, WORKS), (FAILS, WORKS), True, "", ""),
+        ((FAILS, FAILS), (FAILS, FAILS), False, "", NO_ROUTE.format("CPU")),
+        ((FAILS, FAILS), (WORKS, WORKS), True, "", NO_ROUTE.format("CPU")),
+        ((WORKS, FAILS), (FAILS, FAILS), True, "", NO_ROUTE.format("CUDA")),
+        ((FAILS, FAILS), (FAILS, FAILS), True, "", NO_ROUTE.format("CPU and CUDA")),
+        ((WORKS,), (WORKS, WORKS), False, "cuda", ""),
+        ((WORKS,), (WORKS, FAILS), False, "cuda", NOT_EVERY),
+        ((WORKS,), (FAILS, WORKS), False, "cuda", NOT_EVERY),
+        ((WORKS,), (FAILS, FAILS), False, "cuda", NOT_EVERY),
+        ((WORKS,), (WORKS, FAILS), False, "", ""),
+        ((WORKS,), (WORKS, FAILS), False, "cpu", ""),
+        ((WORKS,), (), False, "cuda", NOT_EVERY),
+        ((WORKS,), (FAILS, FAILS), False, "cpu cuda cuda", NOT_EVERY),
     ],
 )
-def test_required_routes(
-    cuda: tuple[object, ...],
-    required: list[str],
-    status: int,
-    last: str,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    table = {"cpu": {"native": WORKS}, "cuda": dict(zip(("native", "cupy"), cuda))}
-    monkeypatch.setattr(kernels, "ROUTES", table)
-    monkeypatch.setattr(kernels, "_loaded", {})
-    assert main(["report", *(word for device in required for word in ("--require", device))]) == status
-    assert last in capsys.readouterr().out.splitlines()[-1]
+def test_status(
+    cpu: Loaders, cuda: Loaders, gpu: bool, required: str, last: str,
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    load(monkeypatch, cpu, cuda, gpu)
+    words = [word for device in required.split() for word in ("--require", device)]
+    assert main(["report", *words]) == (1 if last else 0)
+    said = capsys.readouterr().out.splitlines()[-1]
+    assert last in said if last else not said.startswith(("no route", "not every"))
 
 
 @pytest.mark.parametrize(
@@ -79,13 +71,8 @@ def test_required_routes(
         ("native", None, 0, "cpu native   usable"),
         ("numba", None, 1, "no route numba works here; the reasons are under routes"),
         ("cupy", None, 0, "cuda cupy  compiles for sm_80, 90, 100, 120; no device here"),
-        (
-            "cupy",
-            build.BuildError("no CuPy (gone); pip install cupy-cuda13x"),
-            1,
-            "BuildError: no CuPy (gone); pip install cupy-cuda13x",
-        ),
-        ("cupy", build.BuildError("no CuPy"), 1, "no route cupy works here; the reasons are under routes"),
+        ("cupy", GONE, 1, f"BuildError: {GONE}"),
+        ("cupy", GONE, 1, "no route cupy works here; the reasons are under routes"),
     ],
 )
 def test_one_route(
@@ -103,11 +90,7 @@ def test_one_route(
 
     monkeypatch.setattr(cupy_kernels, "cubins", cubins)
     monkeypatch.setattr(cupy_kernels, "architecture", lambda capability: "{}{}".format(*capability))
-    monkeypatch.setattr(
-        kernels, "ROUTES", {"cpu": {"native": WORKS, "numba": FAILS}, "cuda": {"native": FAILS, "cupy": FAILS}}
-    )
-    monkeypatch.setattr(kernels, "_loaded", {})
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    load(monkeypatch, (WORKS, FAILS), (FAILS, FAILS))
     assert main(["report", "--route", route]) == status
     assert wanted in capsys.readouterr().out
     assert len(capabilities) == (0 if route != "cupy" else 1 if compiles else 4)
@@ -123,22 +106,15 @@ def test_one_route(
     ],
 )
 def test_nccl(
-    section: str,
-    said: str,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    tmp_path: Path,
+    section: str, said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     monkeypatch.setenv("DS_ZIPCCL", section)
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     monkeypatch.delenv("TORCH_NCCL_BLOCKING_WAIT", raising=False)
-    monkeypatch.setattr(kernels, "ROUTES", {"cpu": {"native": WORKS}})
-    monkeypatch.setattr(kernels, "_loaded", {})
+    load(monkeypatch, (WORKS,), ())
     monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
     monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 29, 7))
-    path = tmp_path / "report.json"
-    assert main(["report", "--json", str(path)]) == 0
-    found = json.loads(path.read_text())["nccl"]
+    found = outcome(tmp_path, "report")["nccl"]
     assert found["version"] == "2.29.7" and found['key "nccl"'].startswith(said)
     assert found["CUDA_DEVICE_MAX_CONNECTIONS"].startswith("1 ")
     assert found["TORCH_NCCL_BLOCKING_WAIT"].startswith("(unset)")

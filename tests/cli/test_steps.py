@@ -8,18 +8,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from commands import outcome
 
 from ds_zipccl.__main__ import main
 from ds_zipccl.cli import ToolError, steps
 from ds_zipccl.telemetry import counters
 from ds_zipccl.telemetry.step_log import StepLog
 
-GOOD = {
-    "step": 1,
-    "lr": [0.5],
-    "roles": {"dp": {"logical_bytes": 6, "wire_bytes": 2, "passed_bytes": 2, "ratio": 2.0}},
-    "differences": {"as differences": 3},
-}
+DP = {"logical_bytes": 6, "wire_bytes": 2, "passed_bytes": 2, "ratio": 2.0}
+GOOD = {"step": 1, "lr": [0.5], "roles": {"dp": DP}, "differences": {"as differences": 3}}
 
 
 @pytest.fixture
@@ -40,26 +37,19 @@ def log(tmp_path: Path) -> Iterator[Path]:
 
 
 def test_rows(log: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    out = tmp_path / "out.json"
-    assert main(["steps", str(log), "--json", str(out)]) == 0
-    content = json.loads(out.read_text())
+    content = outcome(tmp_path, f"steps {log}")
+    keys = "file role steps mean min max ratio first middle last".split()
     assert content["rows"] == [
-        {
-            "file": str(log), "role": "ep", "steps": 2, "mean": 2.0, "min": 2.0, "max": 2.0,
-            "ratio": 2.0, "first": None, "middle": None, "last": 2.0,
-        },
-        {
-            "file": str(log), "role": "ep dispatch", "steps": 2, "mean": 3.0, "min": 3.0, "max": 3.0,
-            "ratio": 3.0, "first": None, "middle": None, "last": 3.0,
-        },
-        {
-            "file": str(log), "role": "zero_param", "steps": 20, "mean": 10.5, "min": 1.0, "max": 20.0,
-            "ratio": 10.5, "first": 1.5, "middle": 10.5, "last": 19.5,
-        },
-    ]  # fmt: skip
+        dict(zip(keys, (str(log), *cells), strict=True))
+        for cells in (
+            ("ep", 2, 2.0, 2.0, 2.0, 2.0, None, None, 2.0),
+            ("ep dispatch", 2, 3.0, 3.0, 3.0, 3.0, None, None, 3.0),
+            ("zero_param", 20, 10.5, 1.0, 20.0, 10.5, 1.5, 10.5, 19.5),
+        )
+    ]
     assert content["differences"] == {str(log): {"nothing was gathered there": 1, "as differences": 19}}
     head, ep, dispatch, zero_param, shards = capsys.readouterr().out.splitlines()
-    assert head.split() == "file role steps mean min max ratio first middle last".split()
+    assert head.split() == keys
     assert ep.split() == [str(log), *"ep 2 2.000 2.000 2.000 2.000 - - 2.000".split()]
     assert dispatch.split()[1:] == "ep dispatch 2 3.000 3.000 3.000 3.000 - - 3.000".split()
     assert zero_param.split()[1:] == "zero_param 20 10.500 1.000 20.000 10.500 1.500 10.500 19.500".split()
@@ -70,21 +60,22 @@ def test_ratios_of_several_steps_weigh_bytes(tmp_path: Path) -> None:
     """Not the mean of ratios: 100 bytes at 1 and 900 at 9 are 1000 sent as 200."""
     path = tmp_path / "run.jsonl"
     sent = [{"logical_bytes": 100 * n, "wire_bytes": 100, "passed_bytes": 0, "ratio": float(n)} for n in (1, 9)]
-    path.write_text("".join(f"{json.dumps(GOOD | {'roles': {'dp': counts}})}\n" for counts in sent))
+
+    def write() -> None:
+        path.write_text("".join(f"{changed(roles={'dp': counts})}\n" for counts in sent))
+
+    write()
     (row,) = steps.rows("run", steps.read(str(path)))
     assert (row["mean"], row["ratio"], row["first"], row["middle"], row["last"]) == (5.0, 5.0, 1.0, None, 9.0)
-    path.write_text(
-        path.read_text().replace(
-            '"wire_bytes": 100, "passed_bytes": 0, "ratio": 9.0', '"wire_bytes": 300, "passed_bytes": 0, "ratio": 3.0'
-        )
-    )
+    sent[1] |= {"wire_bytes": 300, "ratio": 3.0}
+    write()
     (row,) = steps.rows("run", steps.read(str(path)))
     assert (row["mean"], row["ratio"]) == (2.0, 2.5)
 
 
 def test_from_step_and_files(log: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     other = tmp_path / "other.jsonl"
-    other.write_text(f"{json.dumps(GOOD | {'step': 19})}\n{json.dumps(GOOD | {'step': 3})}\n")
+    other.write_text(f"{changed(step=19)}\n{changed(step=3)}\n")
     assert main(["steps", str(log), str(other), "--from-step", "19"]) == 0
     lines = capsys.readouterr().out.splitlines()
     rows = [line.split()[:4] for line in (lines[1], *lines[3:5])]  # the second one is of a kind
@@ -111,7 +102,7 @@ def test_plot(log: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 
     twice, without = tmp_path / "twice.jsonl", tmp_path / "without.jsonl"
     twice.write_text(2 * log.read_text())
-    without.write_text(json.dumps({key: GOOD[key] for key in ("step", "roles", "differences")}))
+    without.write_text(changed(lr=None))
     figures: list[Any] = []
     monkeypatch.setattr(plots.pyplot, "close", figures.append)
     out = tmp_path / "out.png"
@@ -134,23 +125,22 @@ def test_plot(log: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def changed(**parts: Any) -> str:
-    return json.dumps(GOOD | parts)
+    """A line with other values of its keys; None removes a key."""
+    return json.dumps({key: value for key, value in (GOOD | parts).items() if value is not None})
 
 
 def role(**parts: Any) -> str:
-    return changed(roles={"dp": GOOD["roles"]["dp"] | parts})  # type: ignore[index]
+    return changed(roles={"dp": {key: value for key, value in (DP | parts).items() if value is not None}})
 
 
+#: (line, complaint)
 MALFORMED = {
     "torn": (changed()[:40], "wanted a JSON object; remove the line"),
     "empty": ("", "wanted a JSON object"),
     "not utf-8": (b"\xff\xfe{", "wanted a JSON object"),
     "a list": ("[1]", "wanted a JSON object"),
     "deep": ("[" * 100_000, "recursion"),
-    "no step": (
-        json.dumps({key: GOOD[key] for key in ("lr", "roles", "differences")}),
-        '"step" is None, wanted an integer',
-    ),
+    "no step": (changed(step=None), '"step" is None, wanted an integer'),
     "step is true": (changed(step=True), '"step" is True'),
     "step below 0": (changed(step=-1), '"step" is -1'),
     "step is a fraction": (changed(step=1.5), '"step" is 1.5'),
@@ -158,46 +148,29 @@ MALFORMED = {
     "lr is a number": (changed(lr=0.1), '"lr" is 0.1, wanted a list of finite numbers'),
     "lr is no number": (changed(lr=[float("nan")]), '"lr" is [nan]'),
     "lr is huge": (changed(lr=[10**400]), '"lr" is [1000'),
-    "no roles": (json.dumps({"step": 1, "differences": {}}), '"roles" is None, wanted an object'),
+    "no roles": (changed(roles=None), '"roles" is None, wanted an object'),
     "unknown role": (changed(roles={"zero": {}}), "got the role 'zero', wanted one of zero_param, zero_grad"),
-    "role is a number": (
-        changed(roles={"dp": 3}),
-        '"dp" is 3, wanted an object with logical_bytes, wire_bytes, passed_bytes',
-    ),
+    "role is a number": (changed(roles={"dp": 3}), '"dp" is 3, wanted an object with logical_bytes, wire_bytes, passed_bytes'),
     "bytes below 0": (role(wire_bytes=-2), '"wire_bytes" is -2, wanted an integer >= 0'),
     "bytes are text": (role(logical_bytes="6"), "\"logical_bytes\" is '6'"),
-    "bytes are missing": (changed(roles={"dp": {"logical_bytes": 1, "wire_bytes": 1}}), '"passed_bytes" is None'),
-    "bytes of an earlier version": (
-        changed(roles={"dp": {"raw_bytes": 6, "wire_bytes": 2, "passed_bytes": 2, "ratio": 2.0}}),
-        '"dp" has "raw_bytes": an earlier version wrote this file; the key is now "logical_bytes"',
-    ),
-    "kinds are a list": (changed(kinds=[]), '"kinds" is [], wanted an object'),
-    "wrong ratio of a kind": (
-        changed(kinds={"ep dispatch": {"logical_bytes": 6, "wire_bytes": 3, "passed_bytes": 0, "ratio": 3.0}}),
-        '"ratio" of ep dispatch is 3.0, its bytes give 2.0',
-    ),
+    "bytes are missing": (role(passed_bytes=None), '"passed_bytes" is None'),
+    "bytes of an earlier version": (role(raw_bytes=6), '"dp" has "raw_bytes": an earlier version wrote this file; the key is now "log'),
     "wrong ratio": (role(ratio=2.5), '"ratio" of dp is 2.5, its bytes give 2.0'),
+    "kinds are a list": (changed(kinds=[]), '"kinds" is [], wanted an object'),
+    "wrong ratio of a kind": (changed(kinds={"ep dispatch": DP | {"ratio": 3.0}}), '"ratio" of ep dispatch is 3.0, its bytes give 2.0'),
     "differences are a list": (changed(differences=[]), '"differences" is [], wanted an object'),
     "a difference is text": (changed(differences={"as differences": "3"}), "\"as differences\" is '3'"),
     "a terminal's codes": (changed(differences={"\x1b[2J": 1}), "wanted an object with printable keys"),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("case", MALFORMED)
 def test_malformed_lines_are_named(case: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     line, complaint = MALFORMED[case]
     path = tmp_path / "run.jsonl"
-    good = f"{json.dumps(GOOD)}\n".encode()
+    good = f"{changed()}\n".encode()
     path.write_bytes(2 * good + (line if isinstance(line, bytes) else line.encode()) + b"\n" + good)
     assert main(["steps", str(path)]) == 2
     said = capsys.readouterr().err
     assert f"{path}, line 3: " in said and complaint in said
     assert said.isascii() and len(said) < 400 + len(str(path)) and said.count("\n") == 1
-
-
-@pytest.mark.parametrize(
-    ("path", "complaint"), [("/nonexistent/run.jsonl", "cannot read"), ("/dev/null", "it is empty")]
-)
-def test_files_without_steps(path: str, complaint: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["steps", path]) == 2
-    assert complaint in capsys.readouterr().err

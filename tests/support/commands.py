@@ -39,6 +39,13 @@ def assert_refused(words: list[str], message: str, capsys: pytest.CaptureFixture
     assert message in capsys.readouterr().err
 
 
+def outcome(folder: Path, words: str, *more: str, status: int = 0) -> dict[str, Any]:
+    """What ``python -m ds_zipccl`` with ``words`` and ``more`` writes with ``--json``; it ends with ``status``."""
+    path = folder / "outcome.json"
+    assert main([*words.split(), *more, "--json", str(path)]) == status
+    return content(path)
+
+
 def content(path: Path) -> dict[str, Any]:
     """The JSON object in the file at ``path``."""
     return dict(json.loads(path.read_text()))
@@ -50,6 +57,8 @@ def shannon(tensor: torch.Tensor) -> float:
         torch.bfloat16: (np.uint16, 7, 255),
         torch.float16: (np.uint16, 10, 31),
         torch.float32: (np.uint32, 23, 255),
+        torch.float8_e4m3fn: (np.uint8, 3, 15),
+        torch.float8_e5m2: (np.uint8, 2, 31),
     }[tensor.dtype]
     words = np.frombuffer(tensor.contiguous().view(torch.uint8).numpy().tobytes(), dtype=word)
     _, counts = np.unique((words >> mantissa) & mask, return_counts=True)

@@ -36,11 +36,10 @@ LONG = (
     "tests/integration/test_recipes.py",
     "tests/integration/test_engines_zero3.py",
     "tests/test_packaging.py",
-    "benchmarks/tests/test_bench_experts.py",
+    "benchmarks/tests/test_bench_roles.py",
     "tests/integration/test_engines.py",
     "benchmarks/tests/test_link.py",
     "tests/integration/test_peft.py",
-    "benchmarks/tests/test_bench_train_lossy.py",
 )
 #: Variants that take ten times as long as the native route or more. The short tier runs a part of their combinations.
 SLOW = ("numba", "emulated")

@@ -1,20 +1,24 @@
-"""The pages about lossy modes: the example configs, the lines that are quoted, and the policies that the text describes."""
+"""The pages about lossy modes and recipes: example configs, sections and lines that are quoted, and that each example is named."""
 
 from __future__ import annotations
 
 import json
 import re
+from pathlib import Path
 
 import pytest
-from places import ROOT
+from places import EXAMPLES, ROOT
 
-from ds_zipccl.config import ROLES, ZipcclConfig, parse_section
+from ds_zipccl.config import DEFAULT, ROLES, ZipcclConfig, parse_section
 from ds_zipccl.integration.start_line import Group, lossy_line
 from ds_zipccl.lossy import Round
 from ds_zipccl.telemetry import counters, table
 
 PAGE = (ROOT / "docs" / "lossy.md").read_text()
 HYBRID, TACO, OPTIMUS = ((ROOT / "docs" / f"lossy-{name}.md").read_text() for name in ("hybrid", "taco", "optimus"))
+RECIPES, RECIPES_PAGE = EXAMPLES / "recipes", (ROOT / "docs" / "recipes.md").read_text()
+#: The key that names a DeepSpeed config in the file of a launcher.
+NAMED = re.compile(r"^ *deepspeed(?:_config_file)?: (\S+\.json)$", re.MULTILINE)
 #: Example -> the codecs of its roles; all other roles are lossless.
 POLICIES = {
     "mzhybrid": {"zero_grad": Round(2), "dp": Round(2)},
@@ -64,6 +68,41 @@ def test_lines_of_the_page_are_those_of_a_job() -> None:
 
 def test_the_readme_promises_nothing_by_small_models() -> None:
     readme = (ROOT / "README.md").read_text()
-    for words in ("Nothing is lossy unasked", "promise nothing about large ones", "docs/lossy.md"):
-        assert words in readme
-    assert "Nothing is lossy unasked" in PAGE and "promise nothing about large ones" in PAGE
+    for words in ("Nothing is lossy unasked", "promise nothing about large ones"):
+        assert words in readme and words in PAGE
+    assert "docs/lossy.md" in readme
+
+
+# ---- recipes
+
+
+def test_every_example_is_on_the_page() -> None:
+    scripts = [*EXAMPLES.glob("*.py"), *(path for path in RECIPES.iterdir() if path.is_file())]
+    assert len(scripts) > 20
+    missing = [name for path in scripts if (name := path.relative_to(ROOT).as_posix()) not in RECIPES_PAGE]
+    assert not missing
+
+
+def test_files_of_the_page_exist() -> None:
+    named = set(re.findall(r"examples/[\w/]+\.\w+", RECIPES_PAGE))
+    assert len(named) > 20 and all((ROOT / name).is_file() for name in named)
+
+
+@pytest.mark.parametrize("path", sorted(RECIPES.glob("*.json")), ids=lambda path: str(path.stem))
+def test_sections_switch_coding_on_and_nothing_is_lossy(path: Path) -> None:
+    config = parse_section(json.loads(path.read_text())["zipccl"])
+    assert config.enabled and config.mode == "auto" and not config.lossy
+    assert config.nccl == ("on" if path.stem in ("llamafactory_z3", "axolotl_z3") else "off")  # those are for GPUs
+
+
+@pytest.mark.parametrize("path", sorted(RECIPES.glob("*.yaml")), ids=lambda path: str(path.stem))
+def test_files_of_launchers_name_a_config(path: Path) -> None:
+    (config,) = NAMED.findall(path.read_text())
+    folder = ROOT if "/" in config else RECIPES  # users copy the files without a folder, both of them
+    assert "zipccl" in json.loads((folder / config).read_text())
+
+
+def test_values_auto_of_the_page_are_those_of_the_section() -> None:
+    (said,) = re.findall(r"There only (.+?) know `\"auto\"`", RECIPES_PAGE)
+    keys = set(re.findall(r"`(\w+)`", said))
+    assert keys == {key for key, value in vars(DEFAULT).items() if value == "auto"}
