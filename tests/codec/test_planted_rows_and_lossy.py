@@ -375,7 +375,7 @@ CALLS = {
 
 
 def _sources(codec: str) -> dict[str, tuple[str, ...]]:
-    return {f"csrc/cpu/lossy/{codec}.cpp": (), f"fuzz/{codec}_alone.cpp": ()}
+    return {f"csrc/cpu/lossy/{codec}.cpp": (), "fuzz/lossy_alone.cpp": ()}
 
 
 def _library(codec: str, changes: Mapping[str, tuple[Change, ...]]) -> CppBackend:

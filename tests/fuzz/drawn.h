@@ -1,7 +1,9 @@
 // Random numbers of the fuzzers, and memory of exact size, so that AddressSanitizer sees a byte read or written outside.
 #pragma once
 #include <stdint.h>
+#include <stdio.h>
 #include <stdlib.h>
+#include <string.h>
 #ifdef ZIPCCL_PAGES
 #include <sys/mman.h>
 #endif
@@ -16,6 +18,11 @@ inline uint64_t draw() {  // splitmix64
   return z ^ z >> 31;
 }
 inline uint64_t below(uint64_t limit) { return draw() % limit; }
+
+[[noreturn]] inline void fail(const char* what) {
+  printf("FAILED: %s\n", what);
+  exit(1);
+}
 
 // Memory of exactly `size` bytes, `shift` bytes from an aligned address; a null pointer where size is 0, as an empty tensor has. With
 // ZIPCCL_PAGES, for programs without AddressSanitizer, it ends where a page begins that no access survives.

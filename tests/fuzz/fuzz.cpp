@@ -3,10 +3,6 @@
 // Usage: fuzz SEED MUTATIONS SECONDS LEVEL...   Ends after that many mutations or seconds; the exit status is 0 if all went well. The digest
 // of all payloads, words and refusals is the same on every CPU and with every compiler, for as many levels.
 //        fuzz check FILE LEVEL..., fuzz repeat KERNEL TIMES FILE LEVEL   See cases.h.
-#include <stdint.h>
-#include <stdio.h>
-#include <stdlib.h>
-#include <string.h>
 #include <time.h>
 
 #include <string>

@@ -2,10 +2,6 @@
 // large as their contents, so that a byte read or written outside is seen.
 // Usage: fuzz_lowrank SEED CASES. The exit status is 0 if all went well.
 #include <math.h>
-#include <stdint.h>
-#include <stdio.h>
-#include <stdlib.h>
-#include <string.h>
 
 #include <vector>
 
@@ -20,11 +16,6 @@ float number(bool any) {
   float value;
   memcpy(&value, &bits, 4);
   return below(8) ? value : 0;
-}
-
-[[noreturn]] void fail(const char* what) {
-  printf("FAILED: %s\n", what);
-  exit(1);
 }
 
 }  // namespace

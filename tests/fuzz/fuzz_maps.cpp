@@ -1,10 +1,5 @@
 // Packs maps of row frames, reads them back, and reads damaged and random maps, to be built with AddressSanitizer and UBSan.
 // Usage: fuzz_maps SEED CASES. The exit status is 0 if all went well; the line on stdout has the maps that were taken and refused.
-#include <stdint.h>
-#include <stdio.h>
-#include <stdlib.h>
-#include <string.h>
-
 #include <memory>
 #include <vector>
 
@@ -12,11 +7,6 @@
 #include "drawn.h"
 
 namespace {
-
-[[noreturn]] void fail(const char* what) {
-  printf("FAILED: %s\n", what);
-  exit(1);
-}
 
 // Reads a map in memory of exactly the bytes that a payload has, with a nested header's 32 bytes behind it. Numbers that are not
 // refused are rows of the receiver, and no source is repeated.

@@ -1,20 +1,11 @@
 // Encodes words with ZFP and decodes codes of any content, to be built with AddressSanitizer and UBSan. All buffers are exactly as large as
 // their contents and often unaligned, so that a byte read or written outside is seen.
 // Usage: fuzz_zfp SEED CASES. The exit status is 0 if all went well; the line on stdout has the tensors that were coded and refused.
-#include <stdint.h>
-#include <stdio.h>
-#include <stdlib.h>
-#include <string.h>
-
 #include "cpu/interface.h"
 #include "drawn.h"
 
 namespace {
 
-[[noreturn]] void fail(const char* what) {
-  printf("FAILED: %s\n", what);
-  exit(1);
-}
 bool same(const Exact& a, const Exact& b) { return a.size() == b.size() && (!a.size() || !memcmp(a.data, b.data, a.size())); }
 
 }  // namespace

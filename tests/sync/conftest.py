@@ -8,7 +8,7 @@ import pytest
 import states
 import torch
 
-from ds_zipccl.sync import Receiver, Sender, message, words
+from ds_zipccl.sync import Receiver, message, words
 
 
 @pytest.fixture
@@ -24,7 +24,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def pair(small: None) -> tuple[Sender, Receiver, states.State, list[torch.Tensor]]:
+def pair(small: None) -> states.Pair:
     """A sender, a receiver with its first state, the next state, and its message: records of differences and of whole tensors."""
     chance = random.Random(7)
     made, received = states.sender(), Receiver()

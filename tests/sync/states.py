@@ -6,10 +6,12 @@ import random
 
 import torch
 
-from ds_zipccl.sync import Sender, message
+from ds_zipccl.sync import Receiver, Sender, message
 
 DTYPES = tuple(message.DTYPES.values())
 State = dict[str, torch.Tensor]
+#: What the fixture ``pair`` of conftest.py gives.
+Pair = tuple[Sender, Receiver, State, list[torch.Tensor]]
 
 
 def sender(fragment: int = 4096) -> Sender:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import subprocess
@@ -10,9 +9,8 @@ import sys
 from pathlib import Path
 
 import pytest
+from commands import outcome
 from places import ROOT
-
-from ds_zipccl.__main__ import main
 
 
 @pytest.mark.full(reason="two processes with a training")
@@ -35,9 +33,8 @@ def test_the_example_ends_with_equal_weights(way: str, tmp_path: Path) -> None:
 
 def test_the_benchmark_holds_the_ratios(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """At 2 to 5 percent at least 4 times fewer bytes than pairs, and 1.4 times fewer than XOR and zstd."""
-    path = tmp_path / "sync.json"
-    assert main(["bench", "sync", "--changed", "0", "2", "5", "--mib", "4", "--repeats", "1", "--json", str(path)]) == 0
-    rows = {(row["changed"], row["way"]): row for row in json.loads(path.read_text())["rows"]}
+    found = outcome(tmp_path, "bench sync --changed 0 2 5 --mib 4 --repeats 1")
+    rows = {(row["changed"], row["way"]): row for row in found["rows"]}
     assert {row["wrong"] for row in rows.values()} == {0}
     for changed in (2, 5):
         assert rows[changed, "pairs"]["times"] >= 4

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import io
+import itertools
 import os
+import pickle
 import random
 import socket
 import struct
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import states
@@ -26,7 +29,7 @@ from ds_zipccl import sync
 from ds_zipccl.sync import Receiver, Sender, SyncError, SyncErrorCode, message
 
 Code = SyncErrorCode
-Pair = tuple[Sender, Receiver, states.State, list[torch.Tensor]]
+Pair = states.Pair
 
 
 def _bytes(parts: list[torch.Tensor]) -> list[bytes]:
@@ -198,29 +201,29 @@ def _tied(name: bytes, index: int) -> bytes:
     return struct.pack("<H", len(name)) + name + struct.pack("<BI", 0, index)
 
 
-@pytest.mark.parametrize(
-    "manifest, code",
-    [
-        (b"", Code.MANIFEST),
-        (struct.pack("<I", 0xFFFFFFFF), Code.LIMIT),
-        (struct.pack("<I", message.MAX_TENSORS), Code.MANIFEST),
-        (_manifest(_tensor(b"a", 1, 4)) + b"x", Code.MANIFEST),
-        (_manifest(_tensor(b"a", 1, 4), _tensor(b"a", 1, 4)), Code.MANIFEST),
-        (_manifest(_tensor(b"a", 99, 4)), Code.MANIFEST),
-        (_manifest(_tensor(b"\xff", 1, 4)), Code.MANIFEST),
-        (_manifest(struct.pack("<H", 999) + b"a"), Code.MANIFEST),
-        (_manifest(_tensor(b"a", 1, *[1] * 65)), Code.MANIFEST),
-        (_manifest(_tensor(b"a", 1, 4, ndim=9)), Code.MANIFEST),
-        (_manifest(_tensor(b"a", 1, 1 << 63)), Code.MANIFEST),
-        (_manifest(_tensor(b"a", 1, 1 << 40, 1 << 40, 0)), Code.MANIFEST),
-        (_manifest(_tied(b"a", 0)), Code.MANIFEST),
-        (_manifest(_tied(b"a", 1), _tied(b"b", 0)), Code.MANIFEST),
-        (_manifest(_tensor(b"a", 1, 4), _tied(b"b", 7)), Code.MANIFEST),
-        (_manifest(_tensor(b"a", 4, 1 << 40)), Code.LIMIT),
-        (_manifest(_tensor(b"a", 4, 1 << 20), _tensor(b"b", 4, 1 << 20)), Code.LIMIT),
-        (_manifest(_tensor(b"a", 4, 1 << 20)), Code.TRUNCATED),  # the control: a sound manifest, and no record
-    ],
-)
+MANIFESTS = {
+    "empty": (b"", Code.MANIFEST),
+    "too many tensors": (struct.pack("<I", 0xFFFFFFFF), Code.LIMIT),
+    "tensors that do not follow": (struct.pack("<I", message.MAX_TENSORS), Code.MANIFEST),
+    "bytes behind": (_manifest(_tensor(b"a", 1, 4)) + b"x", Code.MANIFEST),
+    "a name twice": (_manifest(_tensor(b"a", 1, 4), _tensor(b"a", 1, 4)), Code.MANIFEST),
+    "no such dtype": (_manifest(_tensor(b"a", 99, 4)), Code.MANIFEST),
+    "a name that is no text": (_manifest(_tensor(b"\xff", 1, 4)), Code.MANIFEST),
+    "a name cut short": (_manifest(struct.pack("<H", 999) + b"a"), Code.MANIFEST),
+    "65 dimensions": (_manifest(_tensor(b"a", 1, *[1] * 65)), Code.MANIFEST),
+    "sizes that do not follow": (_manifest(_tensor(b"a", 1, 4, ndim=9)), Code.MANIFEST),
+    "a negative size": (_manifest(_tensor(b"a", 1, 1 << 63)), Code.MANIFEST),
+    "sizes that overflow": (_manifest(_tensor(b"a", 1, 1 << 40, 1 << 40, 0)), Code.MANIFEST),
+    "tied to itself": (_manifest(_tied(b"a", 0)), Code.MANIFEST),
+    "tied in a circle": (_manifest(_tied(b"a", 1), _tied(b"b", 0)), Code.MANIFEST),
+    "tied to nothing": (_manifest(_tensor(b"a", 1, 4), _tied(b"b", 7)), Code.MANIFEST),
+    "a large tensor": (_manifest(_tensor(b"a", 4, 1 << 40)), Code.LIMIT),
+    "a large state": (_manifest(_tensor(b"a", 4, 1 << 20), _tensor(b"b", 4, 1 << 20)), Code.LIMIT),
+    "sound, and no record": (_manifest(_tensor(b"a", 4, 1 << 20)), Code.TRUNCATED),  # the control
+}
+
+
+@pytest.mark.parametrize(("manifest", "code"), MANIFESTS.values(), ids=MANIFESTS)
 def test_a_hostile_manifest_is_refused(manifest: bytes, code: SyncErrorCode) -> None:
     start = struct.pack("<4s4BQQ16s16sQII", b"ZSYN", 1, 1, 1, 0, 1, 0, bytes(range(16)), bytes(16), 0, 3, 0)
     receiver = Receiver(max_bytes=12 << 20)
@@ -313,6 +316,36 @@ def test_a_frame_may_not_claim_more_words_than_a_record_has(small: None) -> None
     refused(receiver, hostile, Code.LIMIT)
 
 
+# ---- transports that reuse memory ----------------------------------------------------------------------------------------------
+
+
+def reused(frames: list[torch.Tensor]) -> Iterator[torch.Tensor]:
+    """A transport that receives every part into the same memory."""
+    buffer = torch.empty(max(map(len, frames)), dtype=torch.uint8)
+    for part in frames:
+        buffer[: len(part)] = part
+        yield buffer[: len(part)]
+
+
+def test_a_part_that_changes_after_its_proof_is_refused(pair: Pair) -> None:
+    _, receiver, state, frames = pair
+    refused(receiver, reused(frames), Code.DAMAGED, Code.TRUNCATED, Code.FORMAT)
+    apply_all(receiver, state, frames)
+
+
+def test_records_of_one_length_in_one_memory_are_refused() -> None:
+    """The later record is whole and right, but it is not the one whose words were proven."""
+    made, receiver = Sender(fragment_mib=1), Receiver()
+    state = {"x": torch.zeros(1 << 20, dtype=torch.bfloat16)}
+    receiver.apply(made.pack(state))
+    state["x"] = state["x"].clone()
+    state["x"][3] = state["x"][(1 << 19) + 5] = 1
+    frames = list(made.pack(state))
+    assert len(frames) == 3 and len(frames[1]) == len(frames[2])
+    refused(receiver, reused(frames), Code.DAMAGED)
+    apply_all(receiver, state, frames)
+
+
 # ---- streams --------------------------------------------------------------------------------------------------------------------
 
 
@@ -346,14 +379,27 @@ def test_messages_follow_each_other_over_a_socket(small: None, chance: random.Ra
     states.assert_same(receiver.state, history[3])
 
 
-@pytest.mark.parametrize("kind", [bytes, bytearray, memoryview], ids=lambda kind: kind.__name__)
-def test_parts_may_be_bytes(kind: Callable[[bytes], object], pair: Pair) -> None:
+def test_a_stream_that_takes_a_part_of_each_write_gets_all(pair: Pair) -> None:
+    class Slow(io.RawIOBase):
+        got = b""
+
+        def writable(self) -> bool:
+            return True
+
+        def write(self, data: Any) -> int:
+            self.got += bytes(data[:100])
+            return min(len(data), 100)
+
+    sync.save(pair[3], slow := Slow())
+    assert slow.got == b"".join(_bytes(pair[3]))
+
+
+def test_parts_may_be_bytes(pair: Pair) -> None:
     _, receiver, state, frames = pair
-    apply_all(receiver, state, [kind(part) for part in _bytes(frames)])  # type: ignore[misc]
+    kinds = itertools.cycle([bytes, bytearray, memoryview])
+    apply_all(receiver, state, [kind(part) for kind, part in zip(kinds, _bytes(frames))])  # type: ignore[misc]
 
 
 def test_errors_survive_a_process() -> None:
-    import pickle
-
     error = pickle.loads(pickle.dumps(SyncError(Code.BASE, "text")))
     assert (error.code, str(error)) == (Code.BASE, "BASE: text")

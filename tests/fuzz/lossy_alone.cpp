@@ -1,4 +1,4 @@
-// The functions that cpu/lossy/lowrank.cpp takes from a level, so that it links without the levels: it compiles in seconds.
+// The functions that cpu/lossy/lowrank.cpp and zfp.cpp take from a level, so that they link without the levels: they compile in seconds.
 #include "cpu/lossy/lowrank.h"
 #include "cpu/sum.h"
 
