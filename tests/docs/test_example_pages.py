@@ -95,6 +95,15 @@ def test_sections_switch_coding_on_and_nothing_is_lossy(path: Path) -> None:
     assert config.nccl == ("on" if path.stem in ("llamafactory_z3", "axolotl_z3") else "off")  # those are for GPUs
 
 
+def test_the_config_of_llamafactory_is_that_of_trainer_in_most() -> None:
+    """test_recipes.py trains with that of Trainer."""
+    own, trainer = (
+        json.loads((RECIPES / f"{name}.json").read_text()) for name in ("llamafactory_z3", "hf_trainer_lora")
+    )
+    assert own.pop("zero_allow_untested_optimizer") and own["zero_optimization"].pop("overlap_comm") is False
+    assert own | {"zipccl": 0} == trainer | {"zipccl": 0}
+
+
 @pytest.mark.parametrize("path", sorted(RECIPES.glob("*.yaml")), ids=lambda path: str(path.stem))
 def test_files_of_launchers_name_a_config(path: Path) -> None:
     (config,) = NAMED.findall(path.read_text())

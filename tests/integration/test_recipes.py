@@ -38,8 +38,6 @@ SCRIPTS = {
     "autotp": (("tp",), ("transformers",)),
     "pipeline": (("pp",), ()),
 }
-#: With Trainer of Hugging Face, as these programs train.
-OTHER_CONFIGS = ("llamafactory_z3", "axolotl_z3")
 #: Scripts of SCRIPTS that save weights, in the folder ``out``.
 SAVING = ("hf_trainer_lora", "accelerate_finetune")
 LOSS = re.compile(r"\bloss'?:? '?(\d[\d.e+-]*)")
@@ -68,12 +66,10 @@ def trained(script: str, config: str, folder: Path, ds_zipccl: str) -> Run:
     ended = programs.run([__file__, script, str(STEPS)], [environment] * 2, folder)
     assert not any(end.status for end in ended), "\n".join(end.text[-3000:] for end in ended)
     log = folder / "steps.jsonl"
+    saved = sorted((folder / "out").glob("*.safetensors"))
     return Run(
         [loss for end in ended for loss in LOSS.findall(end.text)],
-        {
-            path.name: hashlib.sha256(path.read_bytes()).hexdigest()
-            for path in sorted((folder / "out").glob("*.safetensors"))
-        },
+        {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in saved},
         [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else [],
     )
 
@@ -109,10 +105,10 @@ def test_frozen_weights_of_lora_are_gathered_once(run: Callable[..., Run]) -> No
     assert logical > 50 * wire > 0
 
 
-@pytest.mark.parametrize("config", OTHER_CONFIGS)
-def test_configs_of_other_programs_train_with_trainer(config: str, run: Callable[..., Run]) -> None:
+def test_the_config_of_axolotl_trains_with_trainer(run: Callable[..., Run]) -> None:
+    """That of LLaMA-Factory is the one of ``hf_trainer_lora`` but for three keys (tests/docs/test_example_pages.py)."""
     pytest.importorskip("peft")
-    plain, coded = run("hf_trainer_lora", "hf_trainer_lora", "0"), run("hf_trainer_lora", config)
+    plain, coded = run("hf_trainer_lora", "hf_trainer_lora", "0"), run("hf_trainer_lora", "axolotl_z3")
     assert coded.losses == plain.losses and coded.files == plain.files
     logical, wire = coded.sent("zero_param")
     assert 0 < wire < logical
