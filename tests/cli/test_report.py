@@ -29,51 +29,40 @@ def load(
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
 
 
+NO_ROUTE, NOT_EVERY = (
+    "no route for {} tensors works here",
+    "not every route for CUDA tensors works here, as --require wants",
+)
+
+
 @pytest.mark.parametrize(
-    ("cpu", "cuda", "device", "wrong"),
+    ("cpu", "cuda", "gpu", "required", "last"),
     [
-        ((WORKS, FAILS), (FAILS, FAILS), False, ""),
-        ((FAILS, WORKS), (FAILS, WORKS), True, ""),
-        ((FAILS, FAILS), (FAILS, FAILS), False, "CPU"),
-        ((FAILS, FAILS), (WORKS, WORKS), True, "CPU"),
-        ((WORKS, FAILS), (FAILS, FAILS), True, "CUDA"),
-        ((FAILS, FAILS), (FAILS, FAILS), True, "CPU and CUDA"),
+        ((WORKS, FAILS), (FAILS, FAILS), False, "", ""),
+        ((FAILS, WORKS), (FAILS, WORKS), True, "", ""),
+        ((FAILS, FAILS), (FAILS, FAILS), False, "", NO_ROUTE.format("CPU")),
+        ((FAILS, FAILS), (WORKS, WORKS), True, "", NO_ROUTE.format("CPU")),
+        ((WORKS, FAILS), (FAILS, FAILS), True, "", NO_ROUTE.format("CUDA")),
+        ((FAILS, FAILS), (FAILS, FAILS), True, "", NO_ROUTE.format("CPU and CUDA")),
+        ((WORKS,), (WORKS, WORKS), False, "cuda", ""),
+        ((WORKS,), (WORKS, FAILS), False, "cuda", NOT_EVERY),
+        ((WORKS,), (FAILS, WORKS), False, "cuda", NOT_EVERY),
+        ((WORKS,), (FAILS, FAILS), False, "cuda", NOT_EVERY),
+        ((WORKS,), (WORKS, FAILS), False, "", ""),
+        ((WORKS,), (WORKS, FAILS), False, "cpu", ""),
+        ((WORKS,), (), False, "cuda", NOT_EVERY),
+        ((WORKS,), (FAILS, FAILS), False, "cpu cuda cuda", NOT_EVERY),
     ],
 )
 def test_status(
-    cpu: Loaders,
-    cuda: Loaders,
-    device: bool,
-    wrong: str,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    load(monkeypatch, cpu, cuda, device)
-    assert main(["report"]) == (1 if wrong else 0)
-    last = capsys.readouterr().out.splitlines()[-1]
-    assert last.startswith(f"no route for {wrong} tensors works here") == bool(wrong)
-
-
-@pytest.mark.parametrize(
-    ("cuda", "required", "status"),
-    [
-        ((WORKS, WORKS), ["cuda"], 0),
-        ((WORKS, FAILS), ["cuda"], 1),
-        ((FAILS, WORKS), ["cuda"], 1),
-        ((FAILS, FAILS), ["cuda"], 1),
-        ((WORKS, FAILS), [], 0),
-        ((WORKS, FAILS), ["cpu"], 0),
-        ((), ["cuda"], 1),
-        ((FAILS, FAILS), ["cpu", "cuda", "cuda"], 1),
-    ],
-)
-def test_required_routes(
-    cuda: Loaders, required: list[str], status: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    load(monkeypatch, (WORKS,), cuda)
-    assert main(["report", *(word for device in required for word in ("--require", device))]) == status
-    wrong = "not every route for CUDA tensors works here, as --require wants"
-    assert (wrong if status else "") in capsys.readouterr().out.splitlines()[-1]
+    cpu: Loaders, cuda: Loaders, gpu: bool, required: str, last: str,
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    load(monkeypatch, cpu, cuda, gpu)
+    words = [word for device in required.split() for word in ("--require", device)]
+    assert main(["report", *words]) == (1 if last else 0)
+    said = capsys.readouterr().out.splitlines()[-1]
+    assert last in said if last else not said.startswith(("no route", "not every"))
 
 
 @pytest.mark.parametrize(
