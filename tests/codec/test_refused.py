@@ -486,7 +486,6 @@ def _refused_zfp(name: str, route: str) -> None:
 FAMILIES = {
     "rows": (BY_ROWS, _refused_rows),
     "scaled": (SCALED, _refused_codes),
-    "lowrank": (LOWRANK, _refused_factors),
     "zfp": (WRONG_FIELDS, _refused_zfp),
 }
 
@@ -495,9 +494,15 @@ FAMILIES = {
     ("family", "name"), [(family, name) for family, (cases, _) in FAMILIES.items() for name in cases]
 )
 def test_refused(family: str, name: str, route: str) -> None:
-    if family == "lowrank" and route != "native":
-        pytest.skip(f"{route} has no kernels of low-rank frames")
     FAMILIES[family][1](name, route)
+
+
+@pytest.mark.parametrize("name", LOWRANK)
+def test_refused_factors(name: str) -> None:
+    """By the C++ route, the only one with kernels of low-rank frames."""
+    for variant in variants.usable(variants.CPP):
+        with variant.in_use() as route:
+            _refused_factors(name, route)
 
 
 # --- a route without the kernels
