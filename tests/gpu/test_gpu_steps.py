@@ -83,8 +83,7 @@ def test_every_named_file_exists() -> None:
 
 def collected(*arguments: str) -> list[str]:
     """The tests that pytest finds on a machine with a GPU."""
-    words = [sys.executable, "-c", COLLECT, "-q", "-p", "no:cacheprovider", *arguments]
-    result = ran(words)
+    result = ran([sys.executable, "-c", COLLECT, *arguments])
     assert result.returncode == 0, result.stdout + result.stderr
     return [line for line in result.stdout.splitlines() if "::" in line]
 
@@ -104,7 +103,7 @@ def test_every_file_with_tests_on_a_gpu_is_named_and_no_emulated_test_is_selecte
 
 
 def test_the_steps_of_nccl_share_its_tests() -> None:
-    names = [name.rpartition("::")[2] for name in collected("tests/gpu/test_nccl.py", "tests/gpu/test_stress.py")]
+    names = [name.rpartition("::")[2] for name in collected("-q", "tests/gpu/test_nccl.py", "tests/gpu/test_stress.py")]
     words = [STEPS[step].command[STEPS[step].command.index("-k") + 1] for step in ("nccl_one", "nccl_probe", "nccl")]
     on_nccl = [name for name in names if "nccl" in name]
     assert [sum(word in name for word in words) for name in on_nccl] == [1] * 4, (words, on_nccl)
