@@ -98,6 +98,7 @@ def evaluated(lab: LlamaLab) -> None:
     lab.phase("written and generated", words)
     lab.train_phase(engine, 1, "steady: trained")
     assert engine.save_16bit_model(str(lab.folder), "pytorch_model.bin")
+    dist.barrier()  # rank 0 writes the file
     lab.train_phase(engine, 2, "steady: saved", of_files(lab.folder))
 
 
