@@ -51,7 +51,7 @@ MISTAKES: dict[str, dict[str, tuple[str, str, str]]] = {
         "the skipped rank is decoded": ("cuda/decode.cuh", "blockIdx.y >= jobs.skip", "blockIdx.y > jobs.skip"),
         "every rank gets the payload of the first": ("cuda/decode.cuh", "job.payload + rank * jobs.rank_bytes", "job.payload"),
     },
-    "cuda_calls.py -k differences_in_place": {
+    "cuda_calls.py -k differences_in_place and bfloat16": {
         "a base without its stride": ("cuda/decode.cuh", "(kDelta ? rank * job.stride + first : 0)", "(kDelta ? first : 0)"),
     },
     "cuda_calls.py -k one_output": {
