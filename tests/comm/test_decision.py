@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from operations import Coded, arguments
 
-from ds_zipccl import FrameError, comm
+from ds_zipccl import FrameError, comm, compress
 from ds_zipccl.comm import decision, engine, execution
 from ds_zipccl.comm import group_state as states
 from ds_zipccl.comm.decision import _mixture, _remembered, decide, decision_memory
@@ -596,6 +596,45 @@ def compared(rank: int, ranks: int) -> None:
     reason = "no coded schedule for backend gloo under TORCH_DISTRIBUTED_DEBUG=DETAIL yet"
     assert all(reasons == {reason: 1} for reasons in found.values()), found
     assert len(found) == 13 and {"all_reduce", "all_gather", "reduce_to_owners", "recv" if rank else "send"} <= {*found}
+
+
+DAMAGES: dict[str, Callable[[torch.Tensor], Any]] = {
+    "MAGIC": lambda frame: frame[0].add_(1),
+    "VERSION": lambda frame: frame[4].fill_(99),
+    "CODEC": lambda frame: frame[5].fill_(99),
+    "DTYPE": lambda frame: frame[6].fill_(99),
+    "MISMATCH": lambda frame: frame.copy_(compress(torch.ones(300).half(), "raw", shaped=False, checksum=False)),
+}
+
+
+@runner.together(3)
+def damaged_frames(rank: int, ranks: int) -> None:
+    """A rank that sends nonsense: its peers name it, and every operation after that is as good as before."""
+    for code, damage in DAMAGES.items():
+
+        def spoil(*arguments: Any, damage: Callable[[torch.Tensor], Any] = damage, **settings: Any) -> torch.Tensor:
+            frame = compress(*arguments, **settings)
+            damage(frame)
+            return frame
+
+        frames.compress = spoil if rank == 1 else compress
+        for later in (False, True):
+            output = torch.zeros(900, dtype=torch.bfloat16)
+            call = partial(shadowed(check="off").all_gather_into_tensor, output, filled(rank, 300, 1), None, later)
+            if rank == 1:
+                if (handle := call()) is not None:
+                    handle.wait()
+                continue
+            with pytest.raises(comm.CommError) as caught:
+                call().wait()
+            where = f"all_gather_into_tensor (group '0' of 3 ranks, role dp, global rank {rank})"
+            assert str(caught.value).startswith(f"{where}: frame from global rank 1 refused: {code}: ")
+            cause = caught.value.__cause__
+            assert isinstance(cause, FrameError) and cause.code == FrameErrorCode[code]
+        dist.barrier()
+    frames.compress = compress
+    output = torch.zeros(900, dtype=torch.bfloat16)
+    comm.all_gather_into_tensor(output, filled(rank, 300, 1), config=SHADOWED)
 
 
 test_programs = runner.programs(__name__)

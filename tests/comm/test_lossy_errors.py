@@ -18,6 +18,7 @@ import test_lossy_messages
 import torch
 import torch.distributed as dist
 from lossy_calls import CODECS, Call, api, normal
+from moves import CODED
 from tiers import mostly_full
 
 from ds_zipccl import comm
@@ -28,7 +29,7 @@ from ds_zipccl.comm.host import frames as host_frames
 from ds_zipccl.comm.host import pipeline
 from ds_zipccl.comm.lossy import frames, low_rank_sum
 from ds_zipccl.comm.lossy.low_rank_sum import Matrix
-from ds_zipccl.comm.ops import all_reduce
+from ds_zipccl.comm.request import Request
 from ds_zipccl.config import ZipcclConfig
 from ds_zipccl.lossy import LossyCodec, Round
 from ds_zipccl.telemetry import counters
@@ -206,7 +207,13 @@ def one_backoff() -> None:
 
 def unhinted_call() -> None:
     """A call that names no codec is lossy."""
-    all_reduce.lossy_here = lambda lossy, *more: lossy or Round(1)  # type: ignore[assignment]
+    prepare = Request.prepare
+
+    def lossily(self: Request) -> None:
+        self.lossy = self.lossy or (Round(1) if self.op == "all_reduce" else None)
+        prepare(self)
+
+    Request.prepare = lossily  # type: ignore[method-assign]
 
 
 def by_definition(plant: Callable[[], None]) -> None:
@@ -489,6 +496,23 @@ def test_mistakes_in_errors_are_seen(mistake: str, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(low_rank_sum, "_deliver", deliver)
     state, results, _, deviation = run(gradients, steps=4)
     assert deviation > 1e-2 and (mistake == "wrong rank" or missing(gradients, state, results) > 1e-2)
+
+
+@runner.together(2, full="sends are compared bit by bit, as without a codec")
+def sends_are_compared_too(rank: int, ranks: int) -> None:
+    """The receiver of a send has the very values of the codec."""
+    mine = normal(0, SMALL, torch.bfloat16)
+    config = replace(CODED, check="shadow")
+    if rank == 0:
+        comm.send(mine, 1, config=config, lossy=Round(3))
+        frames.project = lambda flat, codec, **more: project(flat, Round(2), **more)
+        frames.compress = lambda flat, codec, **settings: good(flat, Round(2), **settings)
+        comm.send(mine, 1, config=config, lossy=Round(3))
+        return
+    got = torch.empty_like(mine)
+    comm.recv(got, 0, config=config)
+    with pytest.raises(comm.ShadowMismatch):
+        comm.recv(got, 0, config=config)
 
 
 test_programs = runner.programs(__name__)

@@ -16,10 +16,9 @@ import torch.distributed as dist
 from moves import CODED
 
 from ds_zipccl import comm
-from ds_zipccl.comm.host import frames, gather, pipeline
-from ds_zipccl.comm.host import sums as reduce_scatter
+from ds_zipccl.comm.host import exchange, frames, gather, pipeline
+from ds_zipccl.comm.host import sums as host_sums
 from ds_zipccl.comm.host.pipeline import detached
-from ds_zipccl.comm.ops import all_reduce, all_to_all, broadcast, reduce_to_owners
 from ds_zipccl.policy import wire
 from ds_zipccl.telemetry import counters
 
@@ -58,7 +57,7 @@ def in_small_pieces(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(wire, "FRAGMENT_UNIT", 64)
         patch.setattr(wire, "FRAGMENT_BYTES", (least, 16 * least))
-        for module in (all_reduce, all_to_all, broadcast, gather, reduce_scatter, reduce_to_owners):
+        for module in (exchange, gather, host_sums):
             patch.setattr(module, "run_pipeline", counted)
         case(rank, ranks, *arguments)
     assert turns >= wanted, turns

@@ -36,6 +36,7 @@ from ds_zipccl.comm.device.streams import streams_of
 from ds_zipccl.comm.group_state import group_state
 from ds_zipccl.comm.host import frames, pipeline
 from ds_zipccl.comm.host.p2p import known
+from ds_zipccl.comm.transport.protocol import TAGS_PER_COLLECTIVE, TagRange
 from ds_zipccl.config import ZipcclConfig
 from ds_zipccl.lossy import Round
 from ds_zipccl.policy import admission, tuner_rules
@@ -514,6 +515,47 @@ def test_the_state_ends_with_the_group(ended: Any, program: str) -> None:
 def test_descriptors_and_threads_are_flat(ended: Any) -> None:
     for _, counts in ended:
         assert all(last <= first + NOISE for first, last in zip(counts[10], counts[-1], strict=True)), counts
+
+
+def lost_peer(rank: int, ranks: int) -> str:
+    """The error of a peer that dies names the operation and the peer."""
+    dist.barrier()  # a peer that dies while others still connect to it fails init_process_group instead
+    if rank == 1:
+        os._exit(3)
+    with pytest.raises(comm.CommError) as caught:
+        gather(torch.empty(8000, dtype=torch.bfloat16), filled(0, 4000, 1))
+    raise caught.value
+
+
+def test_lost_peer() -> None:
+    with pytest.raises(runner.RankFailure) as caught:
+        runner.run(lost_peer, 2)
+    assert "all_gather_into_tensor (group '0' of 2 ranks, role dp, global rank 0): " in str(caught.value)
+    assert "global rank 1: " in str(caught.value) and "rank 1: died without a word" in str(caught.value)
+
+
+def afresh(rank: int, ranks: int, store: str) -> None:
+    """A group made anew counts from the start, even if the ranks have left the old one at different counts."""
+    first = dist.new_group(list(range(ranks)))
+    assert group_state(first).next_tag() == TagRange.COLLECTIVE
+    for number in range(1, 4 + rank):
+        assert group_state(first).next_tag() == TagRange.COLLECTIVE + number * TAGS_PER_COLLECTIVE
+    dist.barrier()
+    dist.destroy_process_group(first)
+    del first
+    output = torch.empty(4000 * ranks, dtype=torch.bfloat16)
+    gather(output, filled(rank, 4000, 1), dist.new_group(list(range(ranks))))
+    corpus.assert_same_bits(output, torch.cat([filled(peer, 4000, 1) for peer in range(ranks)]))
+    group_state(dist.group.WORLD).next_tag() if rank else None
+    dist.barrier()
+    dist.destroy_process_group()
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=ranks)
+    gather(output, filled(rank, 4000, 2))
+    corpus.assert_same_bits(output, torch.cat([filled(peer, 4000, 2) for peer in range(ranks)]))
+
+
+def test_groups_made_anew(tmp_path: Path) -> None:
+    runner.run(afresh, 2, str(tmp_path / "again"))
 
 
 test_programs = runner.programs(__name__)
