@@ -66,11 +66,11 @@ PROBE = """
 import importlib.metadata, json, platform
 import torch
 from ds_zipccl.cli.doctor_ranks import hooks_found
-from ds_zipccl.integration.autoload import HOOKS
+from ds_zipccl.integration.autoload import ADJUSTED, OPTIONAL
 names = ("torch", "deepspeed", "numpy", "transformers", "accelerate", "peft", "numba")
 versions = {name: importlib.metadata.version(name) for name in names}
 hooks = {name: problem for name, problem in hooks_found().items() if problem}
-broken = [f"{name} is {hooks[name]}" for name in HOOKS if hooks.get(name, "absent") != "absent"]
+broken = [f"{name} is {hooks[name]}" for name in (*ADJUSTED, *OPTIONAL) if hooks.get(name, "absent") != "absent"]
 print(json.dumps({"versions": {"python": platform.python_version(), **versions}, "hooks": hooks, "reason": "; ".join(broken)}))
 """
 
