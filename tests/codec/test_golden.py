@@ -8,6 +8,7 @@ FORMAT.md: ``pytest tests/codec/test_golden.py --update-golden``.
 
 from __future__ import annotations
 
+import functools
 import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -280,14 +281,14 @@ def _scaled(name: str) -> Case:
 
 def _lowrank(name: str) -> Case:
     dtype, rows, columns, rank = LOWRANK[name]
-    p, q = test_lowrank.factors(rows, columns, rank, 5)
+    factors = functools.cache(lambda: test_lowrank.factors(rows, columns, rank, 5))  # `make gpu` imports this before it builds kernels
     return Case(
-        lambda route: test_lowrank.frame_of(p, q, dtype, route, shape=(rows, columns)),
+        lambda route: test_lowrank.frame_of(*factors(), dtype, route, shape=(rows, columns)),
         _read,
-        lambda route: codecs.lowrank.product(p, q, torch.empty(rows, columns, dtype=dtype), route=route),
+        lambda route: codecs.lowrank.product(*factors(), torch.empty(rows, columns, dtype=dtype), route=route),
         lambda golden: (
             from_format_lowrank.decode(golden)[2],
-            from_format_lowrank.product(p.numpy(), q.numpy(), framing.DTYPE_IDS[dtype]),
+            from_format_lowrank.product(*(factor.numpy() for factor in factors()), framing.DTYPE_IDS[dtype]),
         ),
         variants.CPP,
     )
@@ -306,16 +307,12 @@ def _zfp(dtype: torch.dtype, rate: int) -> Case:
 
 
 def _row(case: row_cases.RowCase) -> Case:
-    arriving = words_of(case.arriving) if case.words.itemsize < 16 else []
-    if case.words.itemsize == 16:
-        data = case.arriving.view(torch.uint8).numpy().tobytes()
-        arriving = [int.from_bytes(data[at : at + 16], "little") for at in range(0, len(data), 16)]
-    return Case(
-        case.frame,
-        case.decode,
-        lambda route: case.part,
-        lambda golden: (from_format_rows.decode(golden, arriving[: case.begin]), arriving[case.begin : case.end]),
-    )
+    def document(golden: bytes) -> tuple[Sequence[int], Sequence[int]]:
+        data, itemsize = case.arriving.view(torch.uint8).numpy().tobytes(), case.words.itemsize
+        arriving = [int.from_bytes(data[at : at + itemsize], "little") for at in range(0, len(data), itemsize)]
+        return from_format_rows.decode(golden, arriving[: case.begin]), arriving[case.begin : case.end]
+
+    return Case(case.frame, case.decode, lambda route: case.part, document)
 
 
 CASES: dict[str, Case] = {

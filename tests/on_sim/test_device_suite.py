@@ -117,7 +117,7 @@ UNDRAWN = {
 #: Orders that matter in rare programs: what these draw from.
 RARE: dict[tuple[str, str], dict[str, Any]] = {
     ("gather", "ctx.streams.order(Stage.ENCODE, Stage.WIRE)"): {"names": ["gather list"], "configs": [RAW]},
-    ("all_gather", "ctx.streams.order(Stage.DECODE, Stage.ENCODE)"): {"names": ["gather list"], "configs": [RAW]},
+    ("engine", "ctx.streams.order(Stage.DECODE, Stage.ENCODE)"): {"names": ["gather list"], "configs": [RAW]},
 }
 
 
