@@ -186,7 +186,7 @@ def cuda(page: Path) -> str:
     if not (ROOT / "docs" / "results" / "cuda.json").exists():
         return (
             "Not measured yet. The kernels compile for four architectures without spills, and the tests run their source on the CPU. "
-            "No GPU was at hand. `make gpu` tests and measures the kernels on a GPU, and writes the results that this table shows."
+            "`make gpu` tests and measures the kernels on a GPU, and writes the results that this table shows."
         )
     content = results("cuda")
     heads = (
@@ -245,7 +245,7 @@ def cuda(page: Path) -> str:
 def gpu(page: Path) -> str:
     """The last run of ``make gpu``: a line for every step."""
     if not (ROOT / "docs" / "results" / "gpu.json").exists():
-        return "Not run yet: no GPU was at hand."
+        return "Not run yet."
     content = results("gpu")
     rows = ((row["step"], row["outcome"], f"{row['seconds']:.0f}", row.get("reason", "")) for row in content["rows"])
     commit = f" Commit: {content['commit']}." if content["commit"] else ""
@@ -254,7 +254,9 @@ def gpu(page: Path) -> str:
         table(("step", "outcome", "seconds", "reason"), rows),
     ]
     told = {row["step"]: row.get("figures", {}) for row in content["rows"]}
-    return "\n\n".join([*parts, *_on_nccl(told.get("comm", {}), told.get("train", {}))])
+    own = [name for name in ("comm_nccl", "train_nccl") if (ROOT / "docs" / "results" / f"{name}.json").exists()]
+    parts += _on_nccl(told.get("comm", {}), told.get("train", {}))
+    return "\n\n".join([*parts, *(f"All of `docs/results/{name}.json`. {provenance(results(name))}" for name in own)])
 
 
 def _on_nccl(comm: dict[str, Any], train: dict[str, Any]) -> Iterator[str]:

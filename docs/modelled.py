@@ -28,7 +28,7 @@ from ds_zipccl.policy.device_rules import (
 )
 
 #: Above every table: how far it can be trusted.
-MODEL = "**A model, not a measurement: no GPU has run these schedules yet.**"
+MODEL = "**A model, not a measurement: no network of GPUs has run these schedules yet.**"
 #: Nodes and GPUs of a node, network, and speed inside a node where it is not NVLink: the rows of single operations.
 _PLACES = (
     *((8, name, None) for name in NETWORKS if name != NETWORKS[-1]),

@@ -47,11 +47,11 @@ are measured, with the hashes that prove equal bases on all ranks. The copies of
 Left out: overlap with computing and between operations, congestion, the memory and time that coding takes from computing, other
 traffic (scalars, MoE, pipeline), the exchange of hashes, and latency that grows with the number of ranks.
 
-NCCL groups on GPUs are coded with "nccl": "on" (formulas: ds_zipccl/policy/device_rules.py). Their plan is a model: no GPU has run these
-schedules yet. plain: NCCL's rings. coded: as a job chooses its schedules: sums in two levels where that is faster, gathers coded where
-that is faster. The speed of the codec is assumed until docs/results/cuda.json has a measured one. With several networks only totals are
-shown; --json has all rows, also those of owners: ZeRO-1 and ZeRO-2 with gradients to their owners only, plain. speedup is that of the
-communication alone.
+NCCL groups on GPUs are coded with "nccl": "on" (formulas: ds_zipccl/policy/device_rules.py). Their plan is a model: no network of GPUs
+has run these schedules yet. plain: NCCL's rings. coded: as a job chooses its schedules: sums in two levels where that is faster, gathers
+coded where that is faster. The speed of the codec is that of docs/results/cuda.json where this file is, else assumed. With several
+networks only totals are shown; --json has all rows, also those of owners: ZeRO-1 and ZeRO-2 with gradients to their owners only, plain.
+speedup is that of the communication alone.
 
 A step is sped up less than its communication. --tflops and --tokens add the computing of a GPU, and a table of whole steps. --overlap is
 the share of the computing during which communication goes on. Coding during hidden communication delays computing by as long as its
@@ -253,7 +253,7 @@ def _on_nccl(args: argparse.Namespace) -> _Groups:
     """Print the speeds of devices, and return the NCCL groups on every network."""
     networks = args.network or [speeds.network(text) for text in speeds.NETWORKS]
     codec = speeds.device_codec(args.gpu_profile, args.dtype)
-    tables.say("model of NCCL groups: no GPU has run these schedules yet")
+    tables.say("model of NCCL groups: no network of GPUs has run these schedules yet")
     tables.say(f"codec: {codec.about}")
     for line in operations.base_memory(args):
         tables.say(line)

@@ -109,7 +109,7 @@ def _passes(group: Group, device: str, backend: str, config: ZipcclConfig, settl
     if backend not in admission.STREAM_BACKENDS:
         return ""
     if config.nccl == "off":
-        return ', whose schedules no GPU has run yet; to use them all the same, set "nccl" to "on"'
+        return ', whose schedules no network of GPUs has run yet; to use them all the same, set "nccl" to "on"'
     if any(config.mode_of(role) == "always" for role in ROLES):
         return ""
     if group.nodes == 1:

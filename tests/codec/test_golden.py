@@ -281,7 +281,9 @@ def _scaled(name: str) -> Case:
 
 def _lowrank(name: str) -> Case:
     dtype, rows, columns, rank = LOWRANK[name]
-    factors = functools.cache(lambda: test_lowrank.factors(rows, columns, rank, 5))  # `make gpu` imports this before it builds kernels
+    factors = functools.cache(
+        lambda: test_lowrank.factors(rows, columns, rank, 5)
+    )  # `make gpu` imports this before it builds kernels
     return Case(
         lambda route: test_lowrank.frame_of(*factors(), dtype, route, shape=(rows, columns)),
         _read,

@@ -202,7 +202,7 @@ def test_matrix_follows_the_code(monkeypatch: pytest.MonkeyPatch) -> None:
         shown = generate.matrix(README)
         nothing = on_device == gathers  # a column has sums, or exchanges, beside gathers
         assert ("gain nothing yet" in shown) == nothing == ("| **CUDA, NCCL** | passes" in shown)
-        assert ("is off by default: no GPU has run these schedules yet" in shown) != nothing
+        assert ("is off by default: no network of GPUs has run these schedules yet" in shown) != nothing
     assert re.search(r"^\| CUDA, NCCL \| (with `nccl`: coded[^|]*\| ){3}passes through \|$", shown, re.MULTILINE)
     default = generate.DEFAULT
     monkeypatch.setattr(generate, "DEFAULT", generate.ON)

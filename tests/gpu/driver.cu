@@ -94,9 +94,9 @@ __global__ void two_warps_race(uint32_t* out) {
   if (threadIdx.x == 64) out[1] = word;
 }
 __global__ void read_undefined(const uint32_t* memory, uint32_t* out) { out[threadIdx.x] = memory[threadIdx.x]; }
-__global__ void half_a_barrier(uint32_t* out) {
-  if (threadIdx.x < 48) {
-    __syncthreads();
+__global__ void a_lane_outside_of_the_mask(uint32_t* out) {
+  if (threadIdx.x <= 16) {
+    __syncwarp(0xffff);
     out[threadIdx.x] = 1;
   }
 }
@@ -106,13 +106,13 @@ int plant(const std::string& tool) {
   uint32_t* const undefined = static_cast<uint32_t*>(device_memory(1024));
   set_bytes(memory, 0, 1024, nullptr);
   if (tool == "memcheck") {
-    past_the_end<<<1, 32>>>(memory, 256);
+    past_the_end<<<1, 32>>>(undefined, 256);  // the last allocation: behind the first one may lie the second
   } else if (tool == "racecheck") {
     two_warps_race<<<1, 96>>>(memory);
   } else if (tool == "initcheck") {
     read_undefined<<<1, 32>>>(undefined, memory);
   } else if (tool == "synccheck") {
-    half_a_barrier<<<1, 96>>>(memory);
+    a_lane_outside_of_the_mask<<<1, 32>>>(memory);
   } else {
     stop("--plant: no mistake is known for " + tool);
   }

@@ -259,6 +259,8 @@ def streams(it: Rank) -> None:
     values = torch.zeros(1 << 16, device=it.device)
     whole = values.new_zeros(it.ranks * values.numel())
     dist.all_gather_into_tensor(whole, values)  # connections are made
+    # A kernel that the driver loads at its first launch waits for every stream: on an H200 the first addition did.
+    equal(whole + 1, torch.full_like(whole, 1))
     it.finish()
     on_gpu = not where.DRY
     with where.HERE.on(other):

@@ -3,7 +3,8 @@
 Tests of a CUDA route that the step "build" could not build are left out: each would build it again. That step has failed, and the figures
 have their number.
 
-A test that raises :class:`figures.Late` was slow, not wrong: where no test failed otherwise, the status is :data:`figures.SLOW`.
+A test that raises :class:`figures.Late` was slow, not wrong: where no test failed otherwise, the status is :data:`figures.SLOW`. With
+pytest-xdist the controller counts, and writes the figures.
 """
 
 from __future__ import annotations
@@ -22,6 +23,12 @@ _MOST = 40
 
 
 ROUTES = ("native", "cupy")
+_of_a_worker = False
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    global _of_a_worker
+    _of_a_worker = hasattr(config, "workerinput")
 
 
 @pytest.hookimpl(trylast=True)
@@ -43,13 +50,13 @@ def pytest_runtest_makereport(
     if report.skipped:
         reason = str(report.longrepr[2]) if isinstance(report.longrepr, tuple) else str(report.longrepr)
         report.outcome, report.longrepr = "failed", f"not run, so not passed: {reason}"
-    if call.excinfo is not None and call.excinfo.errisinstance(figures.Late):
-        _counts["late"] += 1
+    report.late = call.excinfo is not None and call.excinfo.errisinstance(figures.Late)
     figures.alive()
     return report
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    _counts["late"] += getattr(report, "late", False)  # which the report of a process that died lacks
     if report.failed:
         _counts["failed"] += 1
         _failures.append(f"{report.nodeid} ({report.when}): {str(report.longrepr)[-700:]}")
@@ -60,7 +67,7 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    _write(session.testscollected)
+    _write(session.testscollected or _counts["passed"] + _counts["failed"])
     if session.exitstatus == pytest.ExitCode.TESTS_FAILED and _counts["failed"] == _counts["late"]:
         session.exitstatus = figures.SLOW
     elif session.exitstatus == figures.SLOW:  # pytest's own status for an error of its own
@@ -68,5 +75,7 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
 
 def _write(collected: int | None = None) -> None:
+    if _of_a_worker:
+        return
     more = {} if collected is None else {"selected": collected}
     figures.put(**{key: _counts[key] for key in ("passed", "failed")}, failures=_failures[:_MOST], **more)

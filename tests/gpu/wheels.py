@@ -29,6 +29,8 @@ NEEDED = (
 )  # fmt: skip
 #: What the tests import, and what these need in turn; unpacked only where the machine has no such package, whose plugins fit it.
 TESTS = ("hypothesis", "iniconfig", "pluggy", "pygments", "pytest", "pytest-timeout", "sortedcontainers", "xxhash")
+#: nvCOMP and its library, beside whose speed ours stands: their newest version.
+PEERS = ("nvidia-libnvcomp-cu13", "nvidia-nvcomp-cu13")
 #: Platforms of the wheels, newest first: pip takes each literally.
 PLATFORMS = ("manylinux_2_28_x86_64", "manylinux_2_27_x86_64", "manylinux_2_17_x86_64", "manylinux2014_x86_64",
              "manylinux_2_12_x86_64", "manylinux2010_x86_64", "manylinux_2_5_x86_64", "manylinux1_x86_64")  # fmt: skip
@@ -55,6 +57,7 @@ def make(folder: Path, python: str) -> None:
         old.unlink()
     pip = [sys.executable, "-m", "pip"]
     wanted = [f"{name}=={importlib.metadata.version(name)}" for name in (*NEEDED, *TESTS)]
+    wanted += PEERS
     platforms = [word for name in PLATFORMS for word in ("--platform", name)]
     options = [
         "-q",

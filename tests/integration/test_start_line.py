@@ -29,7 +29,7 @@ GLOO = {"cpu": "gloo"}
 NCCL = {"cuda": "nccl"}
 BOTH = {"cpu": "gloo", "cuda": "nccl"}
 NO_SCHEDULE = "for which there are no coded schedules yet"
-OFF = 'whose schedules no GPU has run yet; to use them all the same, set "nccl" to "on"'
+OFF = 'whose schedules no network of GPUs has run yet; to use them all the same, set "nccl" to "on"'
 DEFAULT, ON = ZipcclConfig(enabled=True), ZipcclConfig(enabled=True, nccl="on")
 
 

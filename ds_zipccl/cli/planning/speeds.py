@@ -211,7 +211,7 @@ def device_codec(name: str | None, dtype: str) -> DeviceCodec:
     """
     name = name or (str(MEASURED) if MEASURED.exists() else "assumed-1.0")
     if name in ASSUMED:
-        about = f"{ASSUMED[name] / 1e12:.1f} TB/s, assumed: no GPU has measured it"
+        about = f"{ASSUMED[name] / 1e12:.1f} TB/s, assumed"
         return DeviceCodec(ASSUMED[name], ASSUMED[name], about)
     found = read(name, dtype).profile
     about = f"encode {found.encode / 1e12:.2f}, decode {found.decode / 1e12:.2f} TB/s, measured in {name}"

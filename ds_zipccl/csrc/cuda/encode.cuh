@@ -196,6 +196,7 @@ ZIPCCL_DEVICE void encode_blocks(const EncodeJobs& jobs, EncodeShared<F>& shared
     } else {
       form = encode_block<F, Code>(from, Part{n}, grid, shared.blocks.slot[b], shared.blocks.list[b % kWarps]);
     }
+    __syncwarp();  // all lanes have read that the block comes later
     if (lane_id() == 0) shared.form[b] = form;
   }
 }
@@ -222,7 +223,8 @@ ZIPCCL_DEVICE void encode_parts_of_chunk(const EncodeJobs& jobs, EncodeShared<F>
   } while (shared.ticket >> jobs.split == shared.item);
 }
 
-// A warp finds the places of bodies and tails in a chunk, all of whose parts are taken, and returns the chunk's size in units of 16 bytes.
+// A warp finds the places of bodies and tails in a chunk, all of whose parts are taken, and returns the chunk's size in units of 16 bytes,
+// which all warps find in `shared`.
 template <typename F>
 ZIPCCL_DEVICE uint32_t lay_out_table(const EncodeJobs& jobs, EncodeShared<F>& shared) {
   // A lane for each block. The first block of a part of another owner stands for its whole part.
@@ -243,7 +245,9 @@ ZIPCCL_DEVICE uint32_t lay_out_table(const EncodeJobs& jobs, EncodeShared<F>& sh
   const uint32_t bodies = __reduce_add_sync(kEveryLane, body), tails = __reduce_add_sync(kEveryLane, tail);
   const uint32_t body_at = table + sum_below(body), tail_at = table + bodies + sum_below(tail);
   if (lane < blocks) shared.body_at[lane] = body_at, shared.tail_at[lane] = tail_at;
-  return blocks ? (table + bodies + pad16(tails)) / 16 : 0;
+  const uint32_t units = blocks ? (table + bodies + pad16(tails)) / 16 : 0;
+  if (lane == 0) shared.units = units;
+  return units;
 }
 
 // Codes a chunk against its base, and returns its form, which is not EITHER. The first warp gets its size in units of 16 bytes. A LIST is
@@ -258,16 +262,14 @@ ZIPCCL_DEVICE ChunkForm encode_against_base(const EncodeJobs& jobs, EncodeShared
     const ChunkForm form = list_changes<F>(shared.words, bases, shared.numel, jobs.block, lost, room, shared.plan, shared.lists);
     if (form == SAME || form == LIST) {
       units = form == LIST ? shared.plan.bytes / 16 : 0;
+      if (threadIdx.x == 0) shared.units = units;
       // Nobody asks for this part's sizes, unless words change under the encoder: then results are wrong, but nothing hangs.
       if (jobs.split && !lost && threadIdx.x == 0) static_cast<volatile uint64_t*>(jobs.sizes)[shared.ticket] = part_sizes(0, 0);
       return form;
     }
     if (lost) return TABLE;  // words changed under the encoder: the results are wrong, but the first layout stays inside its slot
     encode_parts_of_chunk<F, Code>(jobs, shared);
-    if (warp_id() == 0) {
-      units = lay_out_table(jobs, shared);
-      if (lane_id() == 0) shared.units = units;
-    }
+    if (warp_id() == 0) units = lay_out_table(jobs, shared);
     if (form == TABLE) return TABLE;
     __syncthreads();
     if (shared.plan.bytes / 16 > shared.units) return TABLE;
@@ -302,7 +304,7 @@ ZIPCCL_DEVICE void encode(const EncodeJobs& jobs) {
   if (warp == 0) {
     // Every owner of a part looks back by itself; all tell the later chunks the same.
     const uint32_t start = look_back(jobs.places + job.first_item, chunk, index_bytes / 16, units);
-    if (lane == 0) shared.start = uint64_t(start) * 16, shared.units = units;
+    if (lane == 0) shared.start = uint64_t(start) * 16;
   }
   __syncthreads();
 
