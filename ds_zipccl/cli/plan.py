@@ -49,7 +49,7 @@ traffic (scalars, MoE, pipeline), the exchange of hashes, and latency that grows
 
 NCCL groups on GPUs are coded with "nccl": "on" (formulas: ds_zipccl/policy/device_rules.py). Their plan is a model: no network of GPUs
 has run these schedules yet. plain: NCCL's rings. coded: as a job chooses its schedules: sums in two levels where that is faster, gathers
-coded where that is faster. The speed of the codec is that of docs/results/cuda.json where this file is, else assumed. With several
+coded where that is faster. The speed of the codec is that of docs/results/cuda.json where it has the dtype, else assumed. With several
 networks only totals are shown; --json has all rows, also those of owners: ZeRO-1 and ZeRO-2 with gradients to their owners only, plain.
 speedup is that of the communication alone.
 
@@ -159,7 +159,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     option(
         "--gpu-profile", metavar="NAME",
         help=f"with --backend nccl: {' '.join(speeds.ASSUMED)}, or a file of bench codec --device cuda --json "
-        "(docs/results/cuda.json where it exists, else assumed-1.0)",
+        "(docs/results/cuda.json where it has the dtype, else assumed-1.0)",
     )  # fmt: skip
     rows.add_arguments(parser)
     option(

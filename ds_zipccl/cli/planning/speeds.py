@@ -100,7 +100,7 @@ def _from_rows(rows: Any, path: str, dtype: str) -> Speeds:
 
 def measured(dtype: str) -> Speeds:
     """Speeds of one thread of this machine; takes about 0.2 s, and longer if the kernels are not built yet."""
-    from ds_zipccl.comm.host import calibration
+    from ds_zipccl.comm.engine import calibration
 
     profile = calibration.coding_profile(((1.0, 1.0),), calibration.coding_seconds())
     about = f"this machine's CPU, one thread, {DATA} bfloat16, measured now (--profile FILE for others); ratio of {DATA} {dtype}"
@@ -109,7 +109,7 @@ def measured(dtype: str) -> Speeds:
 
 def measured_differences() -> tuple[float, float]:
     """Bytes a second that one thread of this machine encodes and decodes against a base, hashes included; takes about 0.1 s."""
-    from ds_zipccl.comm.host import calibration
+    from ds_zipccl.comm.engine import calibration
 
     before, after = _step(_NUMEL // 2, "bfloat16")
     encode, decode = calibration.difference_seconds(before, after)
@@ -119,7 +119,7 @@ def measured_differences() -> tuple[float, float]:
 def measured_copies() -> tuple[float, float]:
     """Bytes a second that one thread of this machine copies out of a base into new memory, and compares with it; takes about 0.1 s."""
     from ds_zipccl.comm.bases.versions import same_words
-    from ds_zipccl.comm.host import calibration
+    from ds_zipccl.comm.engine import calibration
 
     base, _ = _step(2 * _NUMEL, "bfloat16")
     copy, compare = calibration.copy_seconds(base, same_words)
@@ -204,17 +204,23 @@ def network(text: str) -> Network:
 
 
 def device_codec(name: str | None, dtype: str) -> DeviceCodec:
-    """The codec of ``--gpu-profile``: a name of :data:`ASSUMED`, or a file of ``bench codec --device cuda --json``.
+    """The codec of ``--gpu-profile``: a name of :data:`ASSUMED`, or a file of ``bench codec --device cuda --json``. None: the measured one,
+    or an assumed one where no file has the dtype.
 
     Raises:
         ToolError: the file cannot be read, or has no row for the dtype.
     """
-    name = name or (str(MEASURED) if MEASURED.exists() else "assumed-1.0")
+    if name not in ASSUMED:
+        try:
+            found = read(name or str(MEASURED), dtype).profile
+        except ToolError:
+            if name is not None:
+                raise
+            name = "assumed-1.0"
     if name in ASSUMED:
         about = f"{ASSUMED[name] / 1e12:.1f} TB/s, assumed"
         return DeviceCodec(ASSUMED[name], ASSUMED[name], about)
-    found = read(name, dtype).profile
-    about = f"encode {found.encode / 1e12:.2f}, decode {found.decode / 1e12:.2f} TB/s, measured in {name}"
+    about = f"encode {found.encode / 1e12:.2f}, decode {found.decode / 1e12:.2f} TB/s, measured in {name or MEASURED}"
     return DeviceCodec(found.encode, found.decode, about)
 
 
