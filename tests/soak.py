@@ -27,7 +27,7 @@ import torch.distributed as dist
 from test_environments import ENVIRONMENTS
 
 from ds_zipccl import comm
-from ds_zipccl.comm.host.buffer_pool import KEEP_BYTES
+from ds_zipccl.comm.buffer_pool import KEEP_BYTES
 from ds_zipccl.comm.shadow_check import bits
 from ds_zipccl.config import ZipcclConfig
 from ds_zipccl.policy import tuner_rules

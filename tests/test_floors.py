@@ -72,6 +72,8 @@ def violations(place: PurePosixPath, text: str) -> list[str]:
         elif top == "op_builder":
             found.append(f"{place} imports {name}: its name is ds_zipccl.op_builder")
         elif top == "ds_zipccl":
+            if place.parts[0] == "integration" and rest.startswith(("comm.host", "comm.device")):
+                found.append(f"{place} imports {name}: the door to the engines is comm.engine")
             target = ds_zipccl._EXPORTS.get(rest.split(".")[0], name).partition(".")[2].replace(".", "/")
             other = _place(target)
             if other and not (FLOOR_OF[other] < FLOOR_OF[own] or other == own):
@@ -184,6 +186,7 @@ def test_sources_include_only_each_other() -> None:
         ("comm/work.py", "import importlib\nimportlib.import_module('deepspeed')", "work.py imports deepspeed"),
         ("cli/report.py", "from deepspeed.comm import comm", "report.py imports deepspeed.comm.comm"),
         ("integration/backend.py", "import op_builder", "backend.py imports op_builder"),
+        ("integration/job.py", "from ds_zipccl.comm.device import choice", "job.py imports ds_zipccl.comm.device"),
     ],
 )
 def test_the_check_sees_a_planted_import(file: str, line: str, complaint: str) -> None:

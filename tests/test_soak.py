@@ -9,8 +9,8 @@ import ranks as runner
 import soak
 import torch
 
+from ds_zipccl.comm.buffer_pool import KEEP_BYTES
 from ds_zipccl.comm.host import frames
-from ds_zipccl.comm.host.buffer_pool import KEEP_BYTES
 
 #: `make test-all` has a minute of other operations after the tests.
 SECONDS = 5.0

@@ -214,7 +214,7 @@ def measure() -> LinkProfile:
     """
     import torch.distributed as dist
 
-    from ds_zipccl.comm.host import calibration
+    from ds_zipccl.comm.engine import calibration
 
     try:
         return median([calibration.measure() for _ in range(CALIBRATIONS)])

@@ -18,7 +18,7 @@ from ds_zipccl.comm.bases.gather import Part, gather_parts
 from ds_zipccl.comm.bases.in_place import IN_PLACE
 from ds_zipccl.comm.bases.shared import SharedBase, allocate_bases
 from ds_zipccl.comm.bases.versions import Keeper, Kept
-from ds_zipccl.comm.group_state import calibrate
+from ds_zipccl.comm.engine import calibrate
 from ds_zipccl.comm.ops.all_gather import all_gather, all_gather_coalesced, all_gather_into_tensor
 from ds_zipccl.comm.ops.all_reduce import all_reduce, all_reduce_coalesced
 from ds_zipccl.comm.ops.all_to_all import all_to_all, all_to_all_single

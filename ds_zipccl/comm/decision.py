@@ -7,7 +7,6 @@ import json
 from collections.abc import Hashable, Sequence
 from dataclasses import asdict, replace
 from typing import NamedTuple
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -16,11 +15,10 @@ from torch.distributed import distributed_c10d as c10d
 from ds_zipccl import devices, tensors
 from ds_zipccl.comm import engine, topology
 from ds_zipccl.comm.context import OpContext
-from ds_zipccl.comm.device import choice, exchange
 from ds_zipccl.comm.group_state import GroupState, group_nodes, group_state, link_profile, resolve_group
-from ds_zipccl.comm.host.tuner import CallTimer, Tuner, TunersBySize
 from ds_zipccl.comm.reduction_order import reduce_op_name
 from ds_zipccl.comm.request import Request, TensorKind
+from ds_zipccl.comm.tuner import CallTimer, Tuner, TunersBySize
 from ds_zipccl.comm.work import CommError
 from ds_zipccl.config import ZipcclConfig
 from ds_zipccl.ops import OPS
@@ -40,15 +38,6 @@ class DecisionMemory:
     def __init__(self) -> None:
         self.decisions: dict[tuple[Hashable, ...], tuple[Decision, Tuner | TunersBySize | None, ZipcclConfig]] = {}
         self.tuners: dict[tuple[Hashable, ...], Tuner | TunersBySize] = {}
-
-
-_memories: WeakKeyDictionary[GroupState, DecisionMemory] = WeakKeyDictionary()
-
-
-def decision_memory(state: GroupState) -> DecisionMemory:
-    """Return the memory of a group's decisions, which lives as long as the group's state."""
-    memory = _memories.get(state)
-    return _memories.setdefault(state, DecisionMemory()) if memory is None else memory
 
 
 class Choice(NamedTuple):
@@ -119,7 +108,7 @@ def _follow_link(request: Request, state: GroupState, tuner: Tuner, seconds: flo
             state.profiles[device, state.backend(device)] = profile.slowed(factor)
             state.link_corrected = True
     if state.link_corrected and tuner.profile is not link_profile(state, request.tensor.device.type):
-        memory = decision_memory(state)
+        memory = state.of(DecisionMemory)
         memory.decisions.clear()
         memory.tuners = {key: one for key, one in memory.tuners.items() if one is not tuner}
 
@@ -129,13 +118,13 @@ def _on_device(request: Request, state: GroupState, admitted: Decision) -> Decis
     device, group = request.tensor.device, resolve_group(request.group)
     if request.reduce_op is None:
         nbytes = None if request.numel is None else request.nbytes()
-        reason = choice.reason_to_pass(request.op, request.role, nbytes, request.config, group, device.type)
+        reason = engine.reason_to_pass(request.op, request.role, nbytes, request.config, group, device.type)
         if reason is not None:
             return Decision.passing(reason)
     if devices.is_capturing(device):
         return Decision.passing(PassReason.CAPTURED)
     chosen = OPS[request.op].traffic == "all_to_all" and request.config.mode_of(request.role) == "auto"
-    if chosen and not exchange.pays_now(group, request.op, request.role, request.tensor, request.numel):
+    if chosen and not engine.pays_now(group, request.op, request.role, request.tensor, request.numel):
         return Decision.passing(PassReason.SMALL_GAIN)
     return admitted
 
@@ -159,7 +148,7 @@ def _remembered(request: Request, kind: TensorKind, state: GroupState) -> tuple[
         request.lossy,
         id(request.config),
     )
-    decisions = decision_memory(state).decisions
+    decisions = state.of(DecisionMemory).decisions
     found = decisions.get(key)
     if found is None:
         if len(decisions) >= REMEMBERED:
@@ -207,7 +196,7 @@ def _decide(request: Request, message: Message, state: GroupState) -> tuple[Deci
     size = None if message.nbytes is None else tuner_rules.size_class(message.nbytes)
     kind = (request.op, size, message.dtype, message.device, message.role, message.reduce_op, message.based)
     key = (*kind, message.nodes, request.kind, request.again, message.lossy, json.dumps(asdict(request.config)))
-    tuners = decision_memory(state).tuners
+    tuners = state.of(DecisionMemory).tuners
     if key not in tuners:
         where = "" if group is dist.group.WORLD else f", group {group.group_name}"
         # neither the group nor the request: a tuner keeps no group and no tensors alive

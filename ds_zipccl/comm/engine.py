@@ -1,17 +1,33 @@
 """The engines: how a call that was decided on is executed. One exchanges messages of pairs of ranks (:mod:`.host.engine`), the other puts
-collectives on the streams of a device (:mod:`.device.engine`)."""
+collectives on the streams of a device (:mod:`.device.engine`). What a job tells the engines, and asks them, is here too."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from ds_zipccl.comm.device import engine as device
-from ds_zipccl.comm.host import engine as host
-from ds_zipccl.comm.host.tuner import CallTimer
-from ds_zipccl.comm.request import Request
-from ds_zipccl.policy.admission import Decision
+import torch
+import torch.distributed as dist
 
-__all__ = ["host", "start"]
+from ds_zipccl.comm.device import engine as device
+from ds_zipccl.comm.device import sizes
+from ds_zipccl.comm.device.choice import Settled, end_step, host_bases_gain, never_coded, reason_to_pass, settle
+from ds_zipccl.comm.device.exchange import pays_now
+from ds_zipccl.comm.device.streams import streams_of
+from ds_zipccl.comm.group_state import find_nodes, group_state
+from ds_zipccl.comm.host import calibration
+from ds_zipccl.comm.host import engine as host
+from ds_zipccl.comm.host.p2p.calls import receive, send
+from ds_zipccl.comm.host.repeats.memory import forget as forget_repeats
+from ds_zipccl.comm.host.staging import SideStream
+from ds_zipccl.comm.request import Request
+from ds_zipccl.comm.tuner import CallTimer
+from ds_zipccl.policy.admission import Decision
+from ds_zipccl.policy.cost_model import LinkProfile
+
+__all__ = [
+    "Settled", "SideStream", "calibrate", "calibration", "end_step", "finish", "forget_repeats", "host", "host_bases_gain",
+    "never_coded", "pays_now", "reason_to_pass", "receive", "send", "settle", "start",
+]  # fmt: skip
 
 
 def start(request: Request, decision: Decision, timer: CallTimer | None = None) -> Any:
@@ -24,3 +40,29 @@ def start(request: Request, decision: Decision, timer: CallTimer | None = None) 
         CommError: a peer or the transport failed, or a frame was refused. The handle of an ``async_op`` call raises in ``wait()``.
     """
     return device.start(request, decision) if decision.on_device else host.start(request, decision, timer)
+
+
+def finish(place: torch.device) -> None:
+    """Wait on the host for the work that is on the streams of a device now, before memory is freed that only this work knows."""
+    sizes.finish(streams_of(place))
+
+
+def calibrate(group: dist.ProcessGroup | None = None) -> LinkProfile:
+    """Measure link and codec of a group (None: the default group) for ``mode`` auto, and find the ranks that share a node.
+
+    A collective: every rank of the group calls, while the group has no other operation in flight. Blocks for less than 2 s. A group
+    without a measurement uses that of the default group. Without any measurement every schedule is tried, gathers do not go by node,
+    sums do not go in two levels, and sends are always compressed. Only the codec of CPU tensors is measured: tensors on other devices are
+    without a measurement.
+
+    Raises:
+        ValueError: the group has one rank, this rank is not in the group, or the group's CPU tensors do not go over gloo.
+        RuntimeError: a peer or the transport failed.
+    """
+    profile = calibration.measure(group)
+    state = group_state(group)
+    assert state is not None  # measure() has raised on a rank outside the group
+    state.profiles["cpu", state.backend("cpu")] = profile
+    if group is None or group is dist.group.WORLD:
+        find_nodes()
+    return profile

@@ -13,7 +13,6 @@ from ds_zipccl import tensors
 from ds_zipccl.comm import engine, work
 from ds_zipccl.comm.decision import Choice, decide
 from ds_zipccl.comm.group_state import group_size
-from ds_zipccl.comm.host.staging import SideStream
 from ds_zipccl.comm.request import Request, copy_back, logical_order
 from ds_zipccl.policy.admission import PassReason
 from ds_zipccl.telemetry import counters
@@ -102,7 +101,7 @@ def _plain_in_order(request: Request) -> Any:
     if not request.async_op:
         finish()
         return None
-    side = SideStream(request.tensor.device)
+    side = engine.SideStream(request.tensor.device)
 
     def job() -> None:
         with side.current():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator, Sequence
 from itertools import count
+from typing import Any, TypeVar, cast
 from weakref import WeakKeyDictionary
 
 import torch
@@ -13,9 +14,6 @@ from torch._C._distributed_c10d import DebugLevel, get_debug_level
 
 from ds_zipccl import codecs
 from ds_zipccl.comm import topology, work
-from ds_zipccl.comm.host.calibration import measure
-from ds_zipccl.comm.host.repeats.memory import RepeatMemory
-from ds_zipccl.comm.host.rows.memory import RowMemory
 from ds_zipccl.comm.transport import COLLECTIVE_TRANSPORTS, TRANSPORTS
 from ds_zipccl.comm.transport.protocol import (
     BODY_TAGS,
@@ -30,6 +28,8 @@ from ds_zipccl.policy import wire
 from ds_zipccl.policy.cost_model import LinkProfile
 from ds_zipccl.policy.device_rules import DeviceProfile
 
+_T = TypeVar("_T")
+
 
 class GroupState:
     """The state of a group that has this rank. The state lives as long as the group, so that a new group starts afresh on all ranks."""
@@ -39,8 +39,7 @@ class GroupState:
         self.size = dist.get_world_size(group)
         self._backoffs: dict[tuple[str, str, bool], wire.Backoff] = {}
         self._lossy_numbers: dict[tuple[str, str], Iterator[int]] = {}
-        self.row_memory = RowMemory()
-        self.repeat_memory = RepeatMemory()
+        self._objects: dict[type[Any], Any] = {}
         self.nodes: list[list[int]] | None = None
         self.places: dict[int, int] = {}  # of the default group: global rank -> node
         #: By device and backend: the codec's speed is the device's.
@@ -62,6 +61,14 @@ class GroupState:
         self._announced = count()
         self._issued_lock = threading.Lock()
         work.settle_at_exit()
+
+    def of(self, kind: type[_T]) -> _T:
+        """Return this group's object of a class, which is made by the first call. All threads get the same object, and so a module keeps
+        its state of a group without a table of its own."""
+        found = self._objects.get(kind)
+        if found is None:
+            found = self._objects.setdefault(kind, kind())
+        return cast(_T, found)
 
     def backend(self, device: str) -> str:
         """Return the name of the backend of tensors on ``device``, such as "gloo"; "" where the device has no backend."""
@@ -101,6 +108,11 @@ class GroupState:
 
 _states: WeakKeyDictionary[dist.ProcessGroup, GroupState] = WeakKeyDictionary()
 _making = threading.Lock()
+
+
+def of_all_groups(kind: type[_T]) -> list[_T]:
+    """Return the objects of a class that :meth:`GroupState.of` has made for the groups that live."""
+    return [state._objects[kind] for state in list(_states.values()) if kind in state._objects]
 
 
 def resolve_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
@@ -182,7 +194,7 @@ def group_rank(group: dist.ProcessGroup | None, global_rank: int | None, rank: i
 
 
 def group_nodes(group: dist.ProcessGroup) -> Sequence[Sequence[int]]:
-    """Return the group ranks of each node; an empty list before :func:`calibrate`, and if this rank is not in the group."""
+    """Return the group ranks of each node; an empty list before :func:`find_nodes`, and if this rank is not in the group."""
     state, world = group_state(group), group_state(None)
     if state is None or world is None:
         return []
@@ -199,27 +211,6 @@ def find_nodes() -> None:
     state = group_state(None)
     assert state is not None  # every rank is in the default group
     state.places = topology.find(resolve_group(None))
-
-
-def calibrate(group: dist.ProcessGroup | None = None) -> LinkProfile:
-    """Measure link and codec of a group (None: the default group) for ``mode`` auto, and find the ranks that share a node.
-
-    A collective: every rank of the group calls, while the group has no other operation in flight. Blocks for less than 2 s. A group
-    without a measurement uses that of the default group. Without any measurement every schedule is tried, gathers do not go by node,
-    sums do not go in two levels, and sends are always compressed. Only the codec of CPU tensors is measured: tensors on other devices are
-    without a measurement.
-
-    Raises:
-        ValueError: the group has one rank, this rank is not in the group, or the group's CPU tensors do not go over gloo.
-        RuntimeError: a peer or the transport failed.
-    """
-    profile = measure(group)
-    state = group_state(group)
-    assert state is not None  # measure() has raised on a rank outside the group
-    state.profiles["cpu", state.backend("cpu")] = profile
-    if group is None or group is dist.group.WORLD:
-        find_nodes()
-    return profile
 
 
 def link_profile(state: GroupState, device: str) -> LinkProfile | None:

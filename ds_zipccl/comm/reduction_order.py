@@ -19,8 +19,8 @@ import torch
 import torch.distributed as dist
 
 from ds_zipccl.comm import topology
+from ds_zipccl.comm.buffer_pool import PooledBuffers
 from ds_zipccl.comm.group_state import GroupState, group_nodes, group_state, resolve_group
-from ds_zipccl.comm.host.buffer_pool import PooledBuffers
 from ds_zipccl.comm.shadow_check import Tolerance
 from ds_zipccl.comm.spans import length
 from ds_zipccl.comm.transport import documented_sums

@@ -10,10 +10,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 import torch
 import torch.distributed as dist
 
+from ds_zipccl.comm.buffer_pool import PooledBuffers
 from ds_zipccl.comm.context import Call, OpContext
 from ds_zipccl.comm.group_state import group_size, group_state, resolve_group
-from ds_zipccl.comm.host.buffer_pool import PooledBuffers
-from ds_zipccl.comm.host.repeats.memory import is_again
 from ds_zipccl.comm.reduction_order import Reduction, arithmetic, reduce_op_name
 from ds_zipccl.comm.shadow_check import LossyShadow, Plain, Shadow, Tolerance
 from ds_zipccl.config import ZipcclConfig
@@ -190,6 +189,24 @@ class Request:
         peer, also for an empty one.
         """
         return not self.async_op and not OPS[self.op].one_sided
+
+
+class Post(NamedTuple):
+    """One message between this rank and the group rank ``peer``, None: any rank; and the decision on it."""
+
+    tensor: torch.Tensor
+    group: dist.ProcessGroup
+    tag: int
+    peer: int | None
+    config: ZipcclConfig
+    role: str
+    decision: admission.Decision
+
+
+def is_again(config: ZipcclConfig, role: str) -> bool:
+    """Return whether a call may repeat messages of an earlier one: autograd runs a backward pass in this thread. Equal on all ranks, which
+    run one program. A forward pass outside of a backward pass says no, with and without gradients."""
+    return repeat_rules.keeps(config, role) and torch._C._current_graph_task_id() != -1
 
 
 _Lossy = TypeVar("_Lossy")  # a codec, or what makes factors

@@ -16,8 +16,8 @@ from deepspeed.comm.torch import TorchBackend
 from torch.distributed import ReduceOp
 
 from ds_zipccl import comm, devices, kernels, tensors
+from ds_zipccl.comm import engine as comm_engine
 from ds_zipccl.comm import topology
-from ds_zipccl.comm.device import choice
 from ds_zipccl.comm.execution import sent_to_peers
 from ds_zipccl.comm.group_state import find_nodes, group_nodes, group_state, resolve_group
 from ds_zipccl.comm.ops import reduce_to_owners
@@ -264,9 +264,9 @@ class ZipcclBackend(TorchBackend):  # type: ignore[misc]
             atexit.register(table.show, "at the end")
             self.job.step_log = StepLog(config.step_log) if config.step_log else None
 
-    def _settle(self, config: ZipcclConfig) -> choice.Settled | None:
+    def _settle(self, config: ZipcclConfig) -> comm_engine.Settled | None:
         """Settle sums and moves of groups in stream order; None where the job has none that is coded. A collective; blocks."""
-        settled = choice.settle(config, _device())
+        settled = comm_engine.settle(config, _device())
         if settled is not None and not any(config.mode_of(role) == "always" for role in ROLES):
             self.job.bypass = Bypass(self.job.role_of, settled.device)
         return settled

@@ -11,10 +11,7 @@ from typing import Any
 import torch
 from deepspeed.comm.torch import TorchBackend
 
-from ds_zipccl.comm.device import choice
-from ds_zipccl.comm.device.sizes import finish
-from ds_zipccl.comm.device.streams import streams_of
-from ds_zipccl.comm.host.repeats import memory as repeats
+from ds_zipccl.comm import engine as comm_engine
 from ds_zipccl.config import SECTION, ConfigError, ZipcclConfig, near_misses, parse_section
 from ds_zipccl.integration import bypassed, hook_points, moe_calls, roles
 from ds_zipccl.integration.backend import ZipcclBackend
@@ -158,8 +155,8 @@ def _take_step(original: Callable[..., Any], engine: Any, *args: Any, **kwargs: 
         with job.step(engine.zero_optimization_stage()), lossy_state.stepping(engine, job.config.lossy_roles):
             result = original(engine, *args, **kwargs)
     finally:  # also where the step fails on this rank alone: the other ranks forget too
-        repeats.forget()
-    choice.end_step(engine)
+        comm_engine.forget_repeats()
+    comm_engine.end_step(engine)
     if job.step_log is not None:
         job.step_log.write(engine.global_steps, rates)
     interval = job.config.log_interval
@@ -225,10 +222,10 @@ def _reset_shapes(original: Callable[..., Any], engine: Any, *args: Any, **kwarg
 def _destroy(original: Callable[..., Any], engine: Any, *args: Any, **kwargs: Any) -> Any:
     """Free the bases and the kept messages with the engine: DeepSpeed keeps references to the engine itself. Copies may still be queued on
     a device."""
-    repeats.forget()
+    comm_engine.forget_repeats()
     versions.end(getattr(engine, "optimizer", None))  # an engine whose start has failed has none
     if getattr(engine, "ds_zipccl_bases", None):
-        finish(streams_of(engine.device))
+        comm_engine.finish(engine.device)
     engine.ds_zipccl_bases = None
     lossy_state.forget(engine)
     return original(engine, *args, **kwargs)

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from ds_zipccl import __version__
-from ds_zipccl.comm.device import choice
+from ds_zipccl.comm import engine as comm_engine
 from ds_zipccl.comm.group_state import group_size, resolve_group
 from ds_zipccl.config import SECTION, ConfigError, ZipcclConfig, environment_section, parse_section
 from ds_zipccl.integration import config_agreement, moe_calls, roles
@@ -106,7 +106,7 @@ class Bypass:
                 counters.record_passes(tally.role, name, tally.calls, sent, tally.reason.value, kind=kind)
 
     def _begin(self, name: str, group: dist.ProcessGroup | None) -> _Tally:
-        reason = choice.never_coded(name, group, self._device)
+        reason = comm_engine.never_coded(name, group, self._device)
         return _Tally(self._role_of(name, group), BYPASSED[name](max(1, group_size(group))), reason)
 
 

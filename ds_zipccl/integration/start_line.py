@@ -14,7 +14,7 @@ from torch.distributed import distributed_c10d
 import ds_zipccl
 from ds_zipccl import kernels
 from ds_zipccl.comm import topology
-from ds_zipccl.comm.device.choice import Settled
+from ds_zipccl.comm.engine import Settled
 from ds_zipccl.comm.group_state import group_nodes, group_state
 from ds_zipccl.config import DEFAULT, ROLES, ZipcclConfig
 from ds_zipccl.ops import OPS

@@ -16,13 +16,13 @@ from kept import CONFIG, FULL, OTHER, SHARDS, refusing
 
 from ds_zipccl import comm
 from ds_zipccl.codecs import decompress
-from ds_zipccl.comm import topology
+from ds_zipccl.comm import topology, tuner
 from ds_zipccl.comm.bases import host_memory, in_place
 from ds_zipccl.comm.bases.shared import BaseSlot
+from ds_zipccl.comm.buffer_pool import PooledBuffers
 from ds_zipccl.comm.group_state import group_state
-from ds_zipccl.comm.host import frames, tuner
+from ds_zipccl.comm.host import frames
 from ds_zipccl.comm.host import gather as host_gather
-from ds_zipccl.comm.host.buffer_pool import PooledBuffers
 from ds_zipccl.policy import admission, tuner_rules
 from ds_zipccl.telemetry import counters
 from ds_zipccl.telemetry.table import render

@@ -16,7 +16,7 @@ from moves import CODED
 
 import ds_zipccl
 from ds_zipccl import comm
-from ds_zipccl.comm.host.buffer_pool import POOL, BufferPool, PooledBuffers
+from ds_zipccl.comm.buffer_pool import POOL, BufferPool, PooledBuffers
 
 MIB = 1 << 20
 

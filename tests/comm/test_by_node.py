@@ -21,8 +21,8 @@ from sums import bell, wild
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from ds_zipccl import comm
+from ds_zipccl.comm.buffer_pool import POOL
 from ds_zipccl.comm.host import exchange as host_exchange
-from ds_zipccl.comm.host.buffer_pool import POOL
 from ds_zipccl.comm.host.pipeline import Exchange
 from ds_zipccl.comm.transport import TRANSPORTS
 from ds_zipccl.config import ZipcclConfig

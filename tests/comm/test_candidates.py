@@ -19,10 +19,10 @@ from moves import exchanged
 from tiers import mostly_full
 
 from ds_zipccl import comm
-from ds_zipccl.comm import topology
+from ds_zipccl.comm import topology, tuner
 from ds_zipccl.comm.group_state import group_state, link_profile
 from ds_zipccl.comm.host import exchange as host_exchange
-from ds_zipccl.comm.host import gather, pipeline, sums, tuner
+from ds_zipccl.comm.host import gather, pipeline, sums
 from ds_zipccl.config import ZipcclConfig
 from ds_zipccl.policy import tuner_rules
 from ds_zipccl.policy.admission import Message

@@ -18,9 +18,10 @@ import torch.distributed as dist
 from ds_zipccl import comm
 from ds_zipccl.benchmarks.comm import cases, launch, variants
 from ds_zipccl.benchmarks.links import link, namespaces
-from ds_zipccl.comm.decision import decision_memory
+from ds_zipccl.comm import tuner
+from ds_zipccl.comm.decision import DecisionMemory
 from ds_zipccl.comm.group_state import group_state, link_profile
-from ds_zipccl.comm.host import calibration, tuner
+from ds_zipccl.comm.host import calibration
 from ds_zipccl.comm.transport import TRANSPORTS
 from ds_zipccl.comm.transport.protocol import TAGS_PER_RANGE, TagRange
 from ds_zipccl.config import ZipcclConfig
@@ -364,7 +365,7 @@ def corrected(rank: int, size: int, factor: float) -> tuple[LinkProfile, int]:
             comm.all_gather_into_tensor(
                 tensor.new_empty(size * tensor.numel()), tensor, config=ZipcclConfig(enabled=True, min_bytes=0)
             )
-            tuners += [one for one in decision_memory(state).tuners.values() if one not in tuners]
+            tuners += [one for one in state.of(DecisionMemory).tuners.values() if one not in tuners]
     return link_profile(state, "cpu"), len(tuners)
 
 

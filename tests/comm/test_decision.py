@@ -21,14 +21,14 @@ from operations import Coded, arguments
 from ds_zipccl import FrameError, comm, compress
 from ds_zipccl.comm import decision, engine, execution
 from ds_zipccl.comm import group_state as states
-from ds_zipccl.comm.decision import _mixture, _remembered, decide, decision_memory
+from ds_zipccl.comm.buffer_pool import POOL
+from ds_zipccl.comm.decision import DecisionMemory, _mixture, _remembered, decide
 from ds_zipccl.comm.execution import execute
 from ds_zipccl.comm.group_state import GroupState, group_rank, group_state
 from ds_zipccl.comm.host import frames
-from ds_zipccl.comm.host.buffer_pool import POOL
-from ds_zipccl.comm.host.tuner import Tuner, TunersBySize
 from ds_zipccl.comm.request import Request, TensorKind
 from ds_zipccl.comm.shadow_check import Shadow
+from ds_zipccl.comm.tuner import Tuner, TunersBySize
 from ds_zipccl.config import ZipcclConfig
 from ds_zipccl.frame import FrameErrorCode
 from ds_zipccl.policy.admission import Decision, PassReason
@@ -314,7 +314,7 @@ def test_plans_are_remembered_by_all_that_they_depend_on(members: Any, other: st
         assert decided(members, **{**usual, **(change if what == "other" else {})}) == (
             (CODED, None) if what == "usual" else (plan, None)
         )
-    assert len(decision_memory(members).decisions) == 2
+    assert len(members.of(DecisionMemory).decisions) == 2
 
 
 def test_a_base_and_a_shape_have_plans_of_their_own(members: Any) -> None:
@@ -335,7 +335,7 @@ def test_sums_that_round_otherwise_do_not_compete_with_the_plain_one(members: An
     found = {}
     for tolerance in ("nan", "rounding", "bits"):
         found[tolerance] = decided(members, AUTO, tolerance=tolerance)[1]
-        decision_memory(members).tuners.clear()
+        members.of(DecisionMemory).tuners.clear()
     names = {tolerance: [str(plan) for plan in tuner._candidates] for tolerance, tuner in found.items() if tuner}
     ours = ["raw frames", "cascade frames"]
     assert names == {"nan": ["plain", *ours], "rounding": ours, "bits": ["plain", *ours]}
@@ -403,7 +403,7 @@ def test_the_memory_of_plans_is_bounded(members: Any, monkeypatch: pytest.Monkey
     monkeypatch.setattr(decision, "REMEMBERED", 5)
     for numel in range(1, 40):
         assert decided(members, ALWAYS, numel=1000 + numel) == (CODED, None)
-        assert len(decision_memory(members).decisions) <= 5
+        assert len(members.of(DecisionMemory).decisions) <= 5
 
 
 def test_a_config_that_is_gone_lends_its_address_to_no_other(members: Any) -> None:
@@ -551,7 +551,7 @@ def mixed_dtypes_are_refused_before_anything_is_sent(rank: int, ranks: int) -> N
                 with pytest.raises(ValueError, match="one dtype"):
                     call()
                 assert not counters.rows()
-            assert all(tuner._calls == 0 for tuner in decision_memory(group_state(None)).tuners.values())
+            assert all(tuner._calls == 0 for tuner in group_state(None).of(DecisionMemory).tuners.values())
         comm.all_gather(places, good, config=config)
         comm.all_to_all([torch.empty(NUMEL) for _ in range(ranks)], [good, good], config=config)
         assert [float(place[-1]) for place in places] == [0.0, 1.0]

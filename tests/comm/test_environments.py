@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import ds_zipccl
 from ds_zipccl import comm
-from ds_zipccl.comm.decision import decision_memory
+from ds_zipccl.comm.decision import DecisionMemory
 from ds_zipccl.comm.group_state import group_state
 from ds_zipccl.config import ZipcclConfig
 from ds_zipccl.kernels.sums import flushes_here
@@ -148,8 +148,8 @@ def under_all(rank: int, ranks: int, names: list[str]) -> int:
         environment = ENVIRONMENTS[name]
         for mode, config in MODES.items():
             group = group_state(None)
-            decision_memory(group).tuners.clear()
-            decision_memory(group).decisions.clear()
+            group.of(DecisionMemory).tuners.clear()
+            group.of(DecisionMemory).decisions.clear()
             for number, operation in enumerate(OPERATIONS):
                 # every schedule that competes has its turn, blocking and not
                 for step in range(4 if mode == "auto" else 2):

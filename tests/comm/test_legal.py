@@ -16,12 +16,13 @@ import torch.distributed as dist
 from operations import Coded, arguments
 
 from ds_zipccl import comm
+from ds_zipccl.comm import buffer_pool
 from ds_zipccl.comm import work as operations
 from ds_zipccl.comm.bases import shared
+from ds_zipccl.comm.buffer_pool import POOL, PooledBuffers
 from ds_zipccl.comm.context import OpContext
 from ds_zipccl.comm.group_state import GroupState
-from ds_zipccl.comm.host import buffer_pool, pipeline
-from ds_zipccl.comm.host.buffer_pool import POOL, PooledBuffers
+from ds_zipccl.comm.host import pipeline
 from ds_zipccl.comm.transport.protocol import TAGS_PER_COLLECTIVE, TAGS_PER_RANGE, TagRange
 from ds_zipccl.config import ZipcclConfig
 from ds_zipccl.policy import tuner_rules

@@ -23,9 +23,9 @@ from moves import CODED
 from ds_zipccl import comm
 from ds_zipccl.codecs import project
 from ds_zipccl.comm import request
+from ds_zipccl.comm.buffer_pool import PooledBuffers
 from ds_zipccl.comm.group_state import group_state
 from ds_zipccl.comm.host import exchange, gather
-from ds_zipccl.comm.host.buffer_pool import PooledBuffers
 from ds_zipccl.comm.lossy.frames import LossyFrames
 from ds_zipccl.comm.lossy.squared_error import squared_error
 from ds_zipccl.comm.transport.gloo import GlooTransport

@@ -24,7 +24,7 @@ from moves import CODED
 
 from ds_zipccl import comm
 from ds_zipccl.comm import decision
-from ds_zipccl.comm.host.buffer_pool import POOL
+from ds_zipccl.comm.buffer_pool import POOL
 from ds_zipccl.comm.host.p2p import choice, message
 from ds_zipccl.comm.host.p2p.message import ANNOUNCEMENT_BYTES, Announcement, Body, parse_announcement
 from ds_zipccl.comm.ops import p2p

@@ -160,7 +160,7 @@ def programs(
                     flying.pop()()
             else:
                 repeats.forget()
-            assert group_state(None).repeat_memory.tally.nbytes <= 2 * ranks * limit_kib << 10  # type: ignore[union-attr]
+            assert group_state(None).of(RepeatMemory).tally.nbytes <= 2 * ranks * limit_kib << 10  # type: ignore[union-attr]
         while flying:
             flying.pop()()
         return sum(parse(frame).codec == CodecId.KNOWN for frame in frames)
@@ -243,7 +243,7 @@ def even(op: str, ranks: int, rows: int, seed: int = 1, **more: Any) -> Call:
 @runner.together(2)
 def frames_and_memory(rank: int, ranks: int) -> None:
     """A repeat sends a hash for each fragment, and frees the frames; a second one goes in full."""
-    memory = group_state(None).repeat_memory  # type: ignore[union-attr]
+    memory = group_state(None).of(RepeatMemory)  # type: ignore[union-attr]
     for rows in ("auto", "off"):
         for op in OPS:
             config, call = replace(KEPT, rows=rows), even(op, ranks, 1500)

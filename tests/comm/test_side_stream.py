@@ -21,10 +21,10 @@ import ds_zipccl
 from ds_zipccl import comm, tensors
 from ds_zipccl.codecs import region_hash
 from ds_zipccl.comm import execution
+from ds_zipccl.comm.buffer_pool import POOL, PooledBuffers
 from ds_zipccl.comm.group_state import group_state
 from ds_zipccl.comm.host import engine
 from ds_zipccl.comm.host import staging as host_staging
-from ds_zipccl.comm.host.buffer_pool import POOL, PooledBuffers
 from ds_zipccl.comm.host.staging import HostStaging, SideStream
 from ds_zipccl.comm.request import Request
 from ds_zipccl.comm.transport.protocol import TAGS_PER_COLLECTIVE

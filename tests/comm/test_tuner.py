@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from ds_zipccl.comm.host import tuner
-from ds_zipccl.comm.host.tuner import CallTimer, Tuner, agreed_seconds
+from ds_zipccl.comm import tuner
+from ds_zipccl.comm.tuner import CallTimer, Tuner, agreed_seconds
 from ds_zipccl.policy import tuner_rules
 from ds_zipccl.policy.admission import Decision
 

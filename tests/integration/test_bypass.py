@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from ds_zipccl.comm import engine as comm_engine
 from ds_zipccl.comm.device import choice
 from ds_zipccl.config import ZipcclConfig
 from ds_zipccl.integration import job, moe_calls
@@ -32,7 +33,7 @@ class Group:
 @pytest.fixture(autouse=True)
 def group_of_four(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(job, "group_size", lambda group: RANKS)
-    monkeypatch.setattr(choice, "never_coded", lambda op, group, device: PassReason.INSIDE_NODE)
+    monkeypatch.setattr(comm_engine, "never_coded", lambda op, group, device: PassReason.INSIDE_NODE)
     counters.reset()
     yield
     counters.count_later(lambda: None)
@@ -74,7 +75,9 @@ def test_calls_of_other_tensors_and_groups_go_the_usual_way(monkeypatch: pytest.
     reasons = {coded: None}
     other = Bypass(lambda name, group: "dp", "cuda")
     assert not other.takes("all_gather_into_tensor", (torch.zeros(4), torch.zeros(1), Group()), {})
-    monkeypatch.setattr(choice, "never_coded", lambda op, group, device: reasons.get(group, PassReason.INSIDE_NODE))
+    monkeypatch.setattr(
+        comm_engine, "never_coded", lambda op, group, device: reasons.get(group, PassReason.INSIDE_NODE)
+    )
     bypass = Bypass(lambda name, group: "dp", "cpu")
     for wrong in (torch.zeros(4, device="meta"), [torch.zeros(4)], None):
         assert not bypass.takes("all_gather_into_tensor", (wrong, wrong), {})
@@ -136,7 +139,7 @@ def test_a_job_passes_calls_where_no_role_is_always_coded(monkeypatch: pytest.Mo
         (settled, {}, True), (settled, {"mode": "always"}, False), (settled, {"roles": {"ep": "always"}}, False), (None, {}, False),
     ]  # fmt: skip
     for choice_made, settings, passes in cases:
-        monkeypatch.setattr(choice, "settle", lambda config, device, made=choice_made: made)
+        monkeypatch.setattr(comm_engine, "settle", lambda config, device, made=choice_made: made)
         found.job = Job()
         assert found._settle(ZipcclConfig(enabled=True, nccl="on", **settings)) is choice_made
         assert (found.job.bypass is not None) == passes, settings

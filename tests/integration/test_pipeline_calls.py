@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from ds_zipccl.codecs import decompress, lowrank
-from ds_zipccl.comm.host.buffer_pool import PooledBuffers
+from ds_zipccl.comm.buffer_pool import PooledBuffers
 from ds_zipccl.config import parse_section
 from ds_zipccl.integration import hooks
 from ds_zipccl.integration.lossy import pipeline

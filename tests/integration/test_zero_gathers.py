@@ -205,9 +205,9 @@ def test_nothing_by_itself_where_gathers_pass(monkeypatch: pytest.MonkeyPatch) -
     """On NCCL groups whose gathers pass as long as the job runs, unless the mode is always."""
     agreed, reasons = [Agreed("first", 100)], [PassReason.INSIDE_NODE, None]
     more: dict[str, Any] = {"device": torch.device("cuda"), "backend": "nccl", "agreed_of": lambda params: agreed}
-    monkeypatch.setattr(gathers.choice, "never_coded", lambda op, group, device: reasons.pop(0))
+    monkeypatch.setattr(gathers.comm_engine, "never_coded", lambda op, group, device: reasons.pop(0))
     gains = [True, False]
-    monkeypatch.setattr(gathers.choice, "host_bases_gain", lambda group, device: gains.pop(0))
+    monkeypatch.setattr(gathers.comm_engine, "host_bases_gain", lambda group, device: gains.pop(0))
     on = replace(AUTO, nccl="on")
     asked, _, said = automatic(monkeypatch, [frozen(0)], on, **more)
     assert not asked and said.endswith("0.0 MB: gathers on cuda over nccl pass: inside one node")

@@ -20,7 +20,6 @@ import weakref
 from collections.abc import Hashable, Sequence
 from enum import Enum
 from typing import NamedTuple
-from weakref import WeakKeyDictionary
 
 import torch
 
@@ -132,9 +131,14 @@ class Agreed:
         counters.record_difference(ctx.role, ctx.op, self._reason if way is Way.FULL else "")
 
 
+class _Unchecked:
+    """``copies``: gathers of a group that have copied bases since its last agreement here; None if no gather by agreed sizes has come
+    since."""
+
+    copies: int | None = None
+
+
 _versions = itertools.count(1)
-#: Groups that have gathered by agreed sizes since their last agreement here, with the gathers that have copied bases.
-_unchecked: WeakKeyDictionary[GroupState, int] = WeakKeyDictionary()
 #: Versions and ways of the parameters of a gather -> its layouts. A version has one kind and one list of sizes for each way.
 _plans: dict[tuple[tuple[int, Way], ...], Sequence[tuple[Way, Plan]]] = {}
 
@@ -228,8 +232,9 @@ def gather_parameters(ctx: DeviceContext, own: torch.Tensor, whole: torch.Tensor
         return
     if not all(one.holds(kind) for one in parameters):
         agree_all(ctx, list(zip(parameters, own.split(list(shard.sizes)), strict=True)), own.dtype)
-    copies = _unchecked.setdefault(ctx.state, 0)
-    if copies >= COPIES_UNCHECKED:
+    unchecked = ctx.state.of(_Unchecked)
+    unchecked.copies = unchecked.copies or 0
+    if unchecked.copies >= COPIES_UNCHECKED:
         check(ctx)
     held = [one.base_of(kind) for one in parameters]
     if any(held):
@@ -259,7 +264,8 @@ def _gather_with_bases(
         parameters[number].keep(ctx, ways[number])
     copied = [number for number, way in enumerate(ways) if way is Way.COPY]
     if copied:
-        _unchecked[ctx.state] = _unchecked.get(ctx.state, 0) + 1
+        unchecked = ctx.state.of(_Unchecked)
+        unchecked.copies = (unchecked.copies or 0) + 1
         stage = proof.stage_of(read[0][1], ctx)
         some = [lasts[number] for number in copied], [shards[number] for number in copied]
         proof.watch(stage, *some, [shard.names[number] for number in copied], ctx)
@@ -298,7 +304,7 @@ def _last_of(last: torch.Tensor, piece: Piece, shard: Shard) -> torch.Tensor:
 
 def is_checked(group: GroupState) -> bool:
     """Return whether no gather by agreed sizes has followed the group's last agreement; equal on all ranks."""
-    return group not in _unchecked
+    return group.of(_Unchecked).copies is None
 
 
 def check(ctx: DeviceContext) -> None:
@@ -311,7 +317,7 @@ def check(ctx: DeviceContext) -> None:
 
 
 def _agreement(ctx: DeviceContext, words: Sequence[torch.Tensor]) -> list[int]:
-    _unchecked.pop(ctx.state, None)
+    ctx.state.of(_Unchecked).copies = None
     return agree(ctx, words)
 
 

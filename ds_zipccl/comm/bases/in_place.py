@@ -12,11 +12,11 @@ import torch.distributed as dist
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from ds_zipccl.comm.bases import on_device
+from ds_zipccl.comm.buffer_pool import PooledBuffers
 from ds_zipccl.comm.context import Call, OpContext
 from ds_zipccl.comm.device.context import DeviceContext
 from ds_zipccl.comm.device.gather import Shard
 from ds_zipccl.comm.device.streams import Stage
-from ds_zipccl.comm.host.buffer_pool import PooledBuffers
 from ds_zipccl.telemetry import counters
 
 

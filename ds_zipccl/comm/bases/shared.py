@@ -17,12 +17,12 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from ds_zipccl import devices, tensors
 from ds_zipccl.comm import topology
 from ds_zipccl.comm.bases import host_memory
+from ds_zipccl.comm.buffer_pool import PooledBuffers
 from ds_zipccl.comm.context import OpContext
 from ds_zipccl.comm.device import gather as device_gather
 from ds_zipccl.comm.device.context import DeviceContext
 from ds_zipccl.comm.device.gather import Shard
 from ds_zipccl.comm.group_state import group_state
-from ds_zipccl.comm.host.buffer_pool import PooledBuffers
 from ds_zipccl.comm.host.pipeline import Exchange, abandon, open_exchange
 from ds_zipccl.comm.work import CommError
 from ds_zipccl.telemetry import counters

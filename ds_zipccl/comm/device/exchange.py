@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -20,7 +19,7 @@ from ds_zipccl.comm.device.context import DeviceContext
 from ds_zipccl.comm.device.gather import encoded_sizes
 from ds_zipccl.comm.device.sizes import agree, exchange_words
 from ds_zipccl.comm.device.streams import Stage
-from ds_zipccl.comm.group_state import GroupState, device_profile, group_nodes, group_state, resolve_group
+from ds_zipccl.comm.group_state import device_profile, group_nodes, group_state, resolve_group
 from ds_zipccl.frame import HEADER_BYTES
 from ds_zipccl.policy import exchange as rules
 from ds_zipccl.policy import wire
@@ -29,8 +28,9 @@ from ds_zipccl.policy.cost_model import TYPICAL_RATIO
 #: Most frames of a pair of ranks (admission: larger numbers that arrive are refused, because a loop runs so often).
 _MOST_PIECES = 1 << 24
 
-#: Group -> kind of call -> calls that go plain before the next coded one. Equal on all ranks.
-_plain_calls: WeakKeyDictionary[GroupState, dict[Hashable, int]] = WeakKeyDictionary()
+
+class _PlainCalls(dict[Hashable, int]):
+    """Kind of call -> calls of a group that go plain before the next coded one. Equal on all ranks."""
 
 
 class _Slot(NamedTuple):
@@ -99,7 +99,7 @@ def pays_now(group: dist.ProcessGroup, op: str, role: str, tensor: torch.Tensor,
         ratio = TYPICAL_RATIO.get(str(tensor.dtype).removeprefix("torch."), 1.0)
         if not _pays(group, tensor.device.type, nbytes, nbytes / ratio):
             return False
-    calls, kind = _plain_calls.setdefault(state, {}), _kind(op, role, tensor.dtype, numel)
+    calls, kind = state.of(_PlainCalls), _kind(op, role, tensor.dtype, numel)
     left = calls.get(kind, 0)
     if left:
         calls[kind] = left - 1
@@ -244,7 +244,7 @@ def _check(ctx: DeviceContext, peer: int, words: _Words, target: torch.Tensor, p
 def _note(ctx: DeviceContext, dtype: torch.dtype, numel: int | None, nbytes: float, coded: float) -> None:
     """Note the bytes of words and frames of a coded exchange, equal on all ranks, for :func:`pays_now`."""
     pays = _pays(ctx.group, ctx.device.type, nbytes, coded)
-    _plain_calls.setdefault(ctx.state, {})[_kind(ctx.op, ctx.role, dtype, numel)] = 0 if pays else rules.PLAIN_CALLS
+    ctx.state.of(_PlainCalls)[_kind(ctx.op, ctx.role, dtype, numel)] = 0 if pays else rules.PLAIN_CALLS
 
 
 def _in_steps(

@@ -10,8 +10,8 @@ import torch
 
 from ds_zipccl import tensors
 from ds_zipccl.codecs import compress
+from ds_zipccl.comm.buffer_pool import PooledBuffers
 from ds_zipccl.comm.context import OpContext
-from ds_zipccl.comm.host.buffer_pool import PooledBuffers
 from ds_zipccl.comm.host.frames import FrameCoder
 from ds_zipccl.frame import HEADER_BYTES, FrameError, parse
 from ds_zipccl.policy import wire

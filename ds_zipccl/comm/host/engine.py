@@ -10,18 +10,18 @@ import torch
 
 from ds_zipccl import tensors
 from ds_zipccl.comm import work
+from ds_zipccl.comm.buffer_pool import POOL
 from ds_zipccl.comm.context import OpContext, Told, packed, unpacked
 from ds_zipccl.comm.group_state import group_nodes, resolve_group
 from ds_zipccl.comm.host import exchange, gather, sums
-from ds_zipccl.comm.host.buffer_pool import POOL
 from ds_zipccl.comm.host.pipeline import abandon
 from ds_zipccl.comm.host.repeats.exchange import gathered_shards, segments_of, summed_shards
-from ds_zipccl.comm.host.repeats.memory import Places, Repeats, Words
-from ds_zipccl.comm.host.tuner import CallTimer
+from ds_zipccl.comm.host.repeats.memory import Places, RepeatMemory, Repeats, Words
 from ds_zipccl.comm.request import Request, compare_by, copy_back, logical_order, memory_order, problem_of, shadow_of
 from ds_zipccl.comm.shadow_check import LossyShadow, Shadow
 from ds_zipccl.comm.spans import cut, length
 from ds_zipccl.comm.transport.protocol import TAGS_PER_COLLECTIVE
+from ds_zipccl.comm.tuner import CallTimer
 from ds_zipccl.ops import OPS
 from ds_zipccl.policy import repeat_rules, row_rules
 from ds_zipccl.policy.admission import Decision
@@ -119,7 +119,7 @@ def _repeats(ctx: OpContext, request: Request) -> Repeats | None:
         or ctx.lossy is not None
     ):
         return None
-    return ctx.state.repeat_memory.open(
+    return ctx.state.of(RepeatMemory).open(
         _places_of(ctx, request),
         Words(request.tensor.dtype, request.tensor.device.type),
         repeat_rules.most(request.config, ctx.size),

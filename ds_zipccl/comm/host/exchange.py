@@ -21,8 +21,8 @@ from dataclasses import dataclass
 import torch
 
 from ds_zipccl import tensors
+from ds_zipccl.comm.buffer_pool import PooledBuffers
 from ds_zipccl.comm.context import OpContext
-from ds_zipccl.comm.host.buffer_pool import PooledBuffers
 from ds_zipccl.comm.host.frames import Rows, rows_of
 from ds_zipccl.comm.host.pipeline import Exchange, Fragments, detached, open_exchange, run_pipeline
 from ds_zipccl.comm.request import Request

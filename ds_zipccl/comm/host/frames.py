@@ -20,9 +20,9 @@ from ds_zipccl.codecs import (
     decompress_add,
 )
 from ds_zipccl.codecs.known import NO_KEY
+from ds_zipccl.comm.buffer_pool import PooledBuffers
 from ds_zipccl.comm.context import OpContext
 from ds_zipccl.comm.group_state import hash_key, region_hash
-from ds_zipccl.comm.host.buffer_pool import PooledBuffers
 from ds_zipccl.comm.lossy.frames import LossyFrames
 from ds_zipccl.comm.work import CommError
 from ds_zipccl.frame import FrameError

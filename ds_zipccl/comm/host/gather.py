@@ -18,10 +18,10 @@ import torch
 
 from ds_zipccl import tensors
 from ds_zipccl.comm.bases.proof import NOTHING_THERE, SOMETHING_ELSE
+from ds_zipccl.comm.buffer_pool import PooledBuffers
 from ds_zipccl.comm.context import OpContext
 from ds_zipccl.comm.group_state import region_hash
 from ds_zipccl.comm.host import byte_words
-from ds_zipccl.comm.host.buffer_pool import PooledBuffers
 from ds_zipccl.comm.host.pipeline import Exchange, Fragments, detached, open_exchange, run_pipeline, send_own
 from ds_zipccl.comm.request import Base, Request, equal_shards
 from ds_zipccl.telemetry import counters

@@ -18,8 +18,8 @@ import torch.distributed as dist
 
 from ds_zipccl import tensors
 from ds_zipccl.codecs.known import FRAME_BYTES, known_frame
+from ds_zipccl.comm.buffer_pool import PooledBuffers
 from ds_zipccl.comm.context import OpContext
-from ds_zipccl.comm.host.buffer_pool import PooledBuffers
 from ds_zipccl.comm.host.frames import FrameCoder, Rows
 from ds_zipccl.comm.host.repeats.exchange import RepeatedSegments
 from ds_zipccl.comm.host.rows.sent import SentRows

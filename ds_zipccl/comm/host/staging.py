@@ -21,7 +21,7 @@ from ds_zipccl import codecs, devices, kernels, tensors
 from ds_zipccl.codecs import api, exponent, memory
 from ds_zipccl.codecs.known import hashed
 from ds_zipccl.codecs.registry import spec_for
-from ds_zipccl.comm.host.buffer_pool import PooledBuffers
+from ds_zipccl.comm.buffer_pool import PooledBuffers
 from ds_zipccl.frame import HEADER_BYTES, CodecId, FrameError, FrameErrorCode, Header, pack, pad16, parse
 from ds_zipccl.kernels.cuda.backend import CudaBackend
 from ds_zipccl.kernels.cuda.status import NO_FAILURE, raise_failure

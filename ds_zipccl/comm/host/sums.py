@@ -10,9 +10,9 @@ from contextlib import contextmanager
 import torch
 
 from ds_zipccl import tensors
+from ds_zipccl.comm.buffer_pool import PooledBuffers
 from ds_zipccl.comm.context import OpContext
 from ds_zipccl.comm.group_state import region_hash
-from ds_zipccl.comm.host.buffer_pool import PooledBuffers
 from ds_zipccl.comm.host.gather import open_gather
 from ds_zipccl.comm.host.pipeline import Exchange, Fragments, Received, SpanView, detached, open_exchange, run_pipeline
 from ds_zipccl.comm.host.sums_by_node import NodeAdder

@@ -12,8 +12,8 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from ds_zipccl.comm.buffer_pool import PooledBuffers
 from ds_zipccl.comm.context import OpContext
-from ds_zipccl.comm.host.buffer_pool import PooledBuffers
 from ds_zipccl.comm.host.pipeline import Exchange, Fragments, Received
 from ds_zipccl.comm.reduction_order import Reduction, add_in_fp32
 from ds_zipccl.comm.spans import within

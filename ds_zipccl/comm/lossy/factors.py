@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 
 from ds_zipccl.codecs.lowrank import compress_factors, compress_factors_bound
-from ds_zipccl.comm.host.buffer_pool import PooledBuffers
+from ds_zipccl.comm.buffer_pool import PooledBuffers
 
 
 class Factored(NamedTuple):

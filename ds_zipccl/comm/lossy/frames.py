@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 
 from ds_zipccl.codecs import compress, compress_bound, decompress, project
+from ds_zipccl.comm.buffer_pool import PooledBuffers
 from ds_zipccl.comm.context import OpContext
 from ds_zipccl.comm.group_state import group_state
-from ds_zipccl.comm.host.buffer_pool import PooledBuffers
 from ds_zipccl.comm.lossy.squared_error import squared_error
 from ds_zipccl.frame import HEADER_BYTES, CodecId, Header, pack, parse
 from ds_zipccl.lossy import Int, LossyCodec, Round, TacoFp8

@@ -13,10 +13,10 @@ import torch
 import torch.distributed as dist
 
 from ds_zipccl import comm
+from ds_zipccl.comm import engine as comm_engine
 from ds_zipccl.comm.bases import host_memory
 from ds_zipccl.comm.bases.agreed import Agreed
 from ds_zipccl.comm.bases.shared import BaseSlot, choose_fitting, held_share
-from ds_zipccl.comm.device import choice
 from ds_zipccl.comm.group_state import group_nodes, group_size, group_state, resolve_group
 from ds_zipccl.config import ZipcclConfig
 from ds_zipccl.integration import hook_points
@@ -224,10 +224,10 @@ def _passes(
         off = config.nccl == "off"
         return f"no differences {where}: {'nccl is off' if off else 'no sizes are agreed on with this optimizer'}"
     if config.zero3_base == "auto" and config.mode_of("zero_param") == "auto":
-        passes = choice.never_coded("all_gather_into_tensor", group, device.type)
+        passes = comm_engine.never_coded("all_gather_into_tensor", group, device.type)
         if passes is not None:
             return f"gathers {where} pass: {passes.value}"
-        if not choice.host_bases_gain(group, device.type):
+        if not comm_engine.host_bases_gain(group, device.type):
             return f"the network is faster than host memory {where}"
     return ""
 

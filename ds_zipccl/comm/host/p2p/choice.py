@@ -18,14 +18,12 @@ import zlib
 from collections import deque
 from collections.abc import Callable
 from typing import NamedTuple
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 
 from ds_zipccl import tensors
 from ds_zipccl.comm.context import OpContext
-from ds_zipccl.comm.group_state import GroupState
 from ds_zipccl.comm.transport.protocol import TagRange, Transport
 from ds_zipccl.policy import send_rules, tuner_rules
 from ds_zipccl.telemetry import counters
@@ -112,15 +110,6 @@ class _Memory:
         self.reports: deque[tuple[dist.Work, torch.Tensor]] = deque(maxlen=_SENT_REPORTS)
 
 
-_memories: WeakKeyDictionary[GroupState, _Memory] = WeakKeyDictionary()
-_making = threading.Lock()
-
-
-def _of(state: GroupState) -> _Memory:
-    with _making:  # all threads must get the same object
-        return _memories.setdefault(state, _Memory())
-
-
 def is_chosen(ctx: OpContext) -> bool:
     """Return whether the sender may choose the way of a message of this operation. Equal on both sides."""
     return ctx.config.mode_of(ctx.role) == "auto" and ctx.codec != "raw"
@@ -139,7 +128,7 @@ def next_way(ctx: OpContext, peer: int, flat: torch.Tensor, factors: bool) -> Wa
 def _sends_to(ctx: OpContext, peer: int, flat: torch.Tensor, factors: bool) -> Sends:
     """Return the choice for sends like that of ``flat`` to rank ``peer``."""
     size = max(0, flat.nbytes - 1).bit_length()
-    memory, key = _of(ctx.state), (peer, ctx.role, flat.dtype, size, factors)
+    memory, key = ctx.state.of(_Memory), (peer, ctx.role, flat.dtype, size, factors)
     found = memory.sends.get(key)
     if found is None:
         dtype = str(flat.dtype).removeprefix("torch.")
@@ -147,8 +136,7 @@ def _sends_to(ctx: OpContext, peer: int, flat: torch.Tensor, factors: bool) -> S
             f"{'factors of ' * factors}{dtype}, {tuner_rules.size_text(size)}, to global rank {ctx.global_rank(peer)}"
         )
         made = Sends(functools.partial(counters.record_choice, ctx.role, ctx.op, kind))
-        with _making:
-            found = memory.sends.setdefault(key, made)
+        found = memory.sends.setdefault(key, made)  # all threads get the same object
     return found
 
 
@@ -157,7 +145,7 @@ def report(ctx: OpContext, peer: int, number: int, seconds: float) -> None:
     content = _LAYOUT.pack(_MAGIC, number, seconds)
     buffer = tensors.of_buffer(bytearray(content + struct.pack("<I", zlib.crc32(content))))
     with contextlib.suppress(RuntimeError):
-        _of(ctx.state).reports.append((ctx.transport.post_send(buffer, peer, TagRange.REPORT + number), buffer))
+        ctx.state.of(_Memory).reports.append((ctx.transport.post_send(buffer, peer, TagRange.REPORT + number), buffer))
 
 
 def _parse(buffer: torch.Tensor, number: int) -> float | None:

@@ -19,11 +19,10 @@ import contextlib
 import threading
 from collections import OrderedDict
 from typing import Generic, TypeVar
-from weakref import WeakKeyDictionary
 
 import torch
 
-from ds_zipccl.comm.group_state import GroupState
+from ds_zipccl.comm.group_state import GroupState, of_all_groups
 from ds_zipccl.comm.work import Work
 from ds_zipccl.config import ZipcclConfig
 from ds_zipccl.policy import wire
@@ -151,33 +150,18 @@ class _Channels:
         self.inboxes: dict[int, Inbox] = {}
 
 
-_channels: WeakKeyDictionary[GroupState, _Channels] = WeakKeyDictionary()
-_making = threading.Lock()
-
-
-def _of(state: GroupState) -> _Channels:
-    with _making:  # all threads must get the same object
-        return _channels.setdefault(state, _Channels())
-
-
 def sent_channel(state: GroupState, peer: int, tag: int) -> SentChannel:
     """Return the channel of this rank's sends to rank ``peer`` of a group."""
-    sent = _of(state).sent
-    with _making:
-        return sent.setdefault((peer, tag), SentChannel())
+    return state.of(_Channels).sent.setdefault((peer, tag), SentChannel())
 
 
 def inbox(state: GroupState, tag: int) -> Inbox:
     """Return the channels of a tag of a group to this rank."""
-    inboxes = _of(state).inboxes
-    with _making:
-        return inboxes.setdefault(tag, Inbox())
+    return state.of(_Channels).inboxes.setdefault(tag, Inbox())
 
 
 def _kept_bytes() -> int:
-    with _making:
-        boxes = [box for channels in _channels.values() for box in channels.inboxes.values()]
-    return sum(box.nbytes() for box in boxes)
+    return sum(box.nbytes() for channels in of_all_groups(_Channels) for box in list(channels.inboxes.values()))
 
 
 counters.count_memory("copies of side tensors received", _kept_bytes)

@@ -24,9 +24,9 @@ import torch.distributed as dist
 
 from ds_zipccl import codecs
 from ds_zipccl.codecs import known
+from ds_zipccl.comm.buffer_pool import PooledBuffers
 from ds_zipccl.comm.context import OpContext
 from ds_zipccl.comm.group_state import region_hash
-from ds_zipccl.comm.host.buffer_pool import PooledBuffers
 from ds_zipccl.comm.host.frames import FrameCoder
 from ds_zipccl.comm.host.p2p import choice
 from ds_zipccl.comm.host.p2p import known as p2p_known

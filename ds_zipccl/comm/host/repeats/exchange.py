@@ -8,8 +8,8 @@ from collections.abc import Sequence
 import torch
 
 from ds_zipccl.codecs.api import open_frame
+from ds_zipccl.comm.buffer_pool import PooledBuffers
 from ds_zipccl.comm.context import OpContext
-from ds_zipccl.comm.host.buffer_pool import PooledBuffers
 from ds_zipccl.comm.host.frames import FrameCoder
 from ds_zipccl.comm.host.repeats.memory import Places, Repeats, Segment
 from ds_zipccl.frame import CodecId, FrameError, FrameErrorCode, Header

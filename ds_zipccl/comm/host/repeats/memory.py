@@ -29,16 +29,9 @@ from weakref import WeakSet
 
 import torch
 
-from ds_zipccl.config import ZipcclConfig
 from ds_zipccl.policy import repeat_rules
 from ds_zipccl.policy.wire import Backoff
 from ds_zipccl.telemetry import counters
-
-
-def is_again(config: ZipcclConfig, role: str) -> bool:
-    """Return whether a call may repeat messages of an earlier one: autograd runs a backward pass in this thread. Equal on all ranks, which
-    run one program. A forward pass outside of a backward pass says no, with and without gradients."""
-    return repeat_rules.keeps(config, role) and torch._C._current_graph_task_id() != -1
 
 
 class Words(NamedTuple):
@@ -161,7 +154,7 @@ class RepeatMemory:
 
         Args:
             limit: :func:`ds_zipccl.policy.repeat_rules.most`.
-            again: :func:`is_again`.
+            again: :func:`ds_zipccl.comm.request.is_again`.
             kind: of the messages, for the count of messages that repeat nothing.
             seconds: for which the operation waits for earlier ones.
         """

@@ -9,10 +9,10 @@ import torch
 
 from ds_zipccl import kernels, tensors
 from ds_zipccl.codecs import RowSegment
+from ds_zipccl.comm.buffer_pool import PooledBuffers
 from ds_zipccl.comm.context import OpContext
-from ds_zipccl.comm.host.buffer_pool import PooledBuffers
 from ds_zipccl.comm.host.frames import FrameCoder, Rows
-from ds_zipccl.comm.host.rows.memory import MapKey, RowPairs
+from ds_zipccl.comm.host.rows.memory import MapKey, RowMemory, RowPairs
 from ds_zipccl.frame import DELTA_WORDS
 from ds_zipccl.kernels import row_moves
 from ds_zipccl.policy import row_rules, wire
@@ -28,7 +28,7 @@ class SentRows:
 
     def __init__(self, ctx: OpContext, coder: FrameCoder, rows: Rows, segments: Mapping[int, torch.Tensor]) -> None:
         self._ctx, self._coder, self._rows = ctx, coder, rows
-        self._memory = ctx.state.row_memory
+        self._memory = ctx.state.of(RowMemory)
         self._name = "lossy repeats" if coder.lossy else "repeats"  # of the backoff
         self._buffers = PooledBuffers()
         searched = {peer: words for peer, words in segments.items() if _is_worth_it(words, rows.width)}
