@@ -22,7 +22,6 @@ from ds_zipccl.comm.decision import decision_memory
 from ds_zipccl.comm.group_state import group_state, link_profile
 from ds_zipccl.comm.host import calibration, tuner
 from ds_zipccl.comm.transport import TRANSPORTS
-from ds_zipccl.comm.transport.protocol import TAGS_PER_RANGE, TagRange
 from ds_zipccl.config import ZipcclConfig
 from ds_zipccl.lossy import Int, Round
 from ds_zipccl.ops import TRAFFIC
@@ -386,10 +385,6 @@ def groups_that_cannot_be_measured(rank: int, size: int) -> None:
         calibration.measure()
     with pytest.raises(ValueError, match=r"at least 2.*got 1"):
         calibration.measure(alone)
-
-
-def test_the_tag_is_nobody_elses() -> None:
-    assert TagRange.SHADOW + TAGS_PER_RANGE <= TagRange.CALIBRATION < 1 << 31
 
 
 @pytest.mark.alone
