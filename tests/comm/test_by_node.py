@@ -160,7 +160,6 @@ def test_sizes_that_disagree_are_refused(words: str) -> None:
 
 def lying(rank: int, ranks: int, sizes: list[int]) -> None:
     """Planted: rank 1 tells its neighbor other sizes than it expects, which may be out of all bounds."""
-    levels.pretend(nodes_of(2, 2))
     if rank == 1:
         send = Exchange.send
 
@@ -170,8 +169,7 @@ def lying(rank: int, ranks: int, sizes: list[int]) -> None:
             send(self, flat, *peers, **more)
 
         Exchange.send = lie  # type: ignore[method-assign]
-    out = torch.empty(40, WIDTH)
-    comm.all_to_all_single(out, torch.ones(40, WIDTH), [10] * 4, [10] * 4, config=CODED)
+    disagreeing(rank, ranks, [10] * ranks)
 
 
 @pytest.mark.full(reason="sizes that disagree stay")

@@ -23,7 +23,6 @@ from ds_zipccl.comm.decision import DecisionMemory
 from ds_zipccl.comm.group_state import group_state, link_profile
 from ds_zipccl.comm.host import calibration
 from ds_zipccl.comm.transport import TRANSPORTS
-from ds_zipccl.comm.transport.protocol import TAGS_PER_RANGE, TagRange
 from ds_zipccl.config import ZipcclConfig
 from ds_zipccl.lossy import Int, Round
 from ds_zipccl.ops import TRAFFIC
@@ -387,10 +386,6 @@ def groups_that_cannot_be_measured(rank: int, size: int) -> None:
         calibration.measure()
     with pytest.raises(ValueError, match=r"at least 2.*got 1"):
         calibration.measure(alone)
-
-
-def test_the_tag_is_nobody_elses() -> None:
-    assert TagRange.SHADOW + TAGS_PER_RANGE <= TagRange.CALIBRATION < 1 << 31
 
 
 @pytest.mark.alone

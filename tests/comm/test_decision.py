@@ -16,6 +16,7 @@ import pytest
 import ranks as runner
 import torch
 import torch.distributed as dist
+from moves import AUTO, filled, wait
 from operations import Coded, arguments
 
 from ds_zipccl import FrameError, comm, compress
@@ -34,21 +35,18 @@ from ds_zipccl.frame import FrameErrorCode
 from ds_zipccl.policy.admission import Decision, PassReason
 from ds_zipccl.telemetry import counters
 
-SHADOWED = ZipcclConfig(enabled=True, mode="always", min_bytes=0, check="shadow")
+ALWAYS = replace(AUTO, mode="always")
+SHADOWED = replace(ALWAYS, check="shadow")
 
 
 def shadowed(**settings: Any) -> Coded:
     return Coded(replace(SHADOWED, **settings))
 
 
-def filled(rank: int, size: int, seed: int, kind: corpus.Float = corpus.BF16) -> torch.Tensor:
-    return corpus.tensor(corpus.mixed(size, kind, 128, 101 * seed + rank), kind)
-
-
 def calls(api: Any, rank: int, ranks: int, seed: int) -> dict[str, Callable[[bool], Any]]:
     """Every collective once; those that gloo can do, too."""
     kind = list(corpus.SUMMED.values())[seed % 3]
-    every = arguments(filled(rank, 1200 * ranks, seed, kind), ranks)
+    every = arguments(filled(rank, 1200 * ranks, kind, seed), ranks)
     del every["reduce_to_owners"]
     return {
         name: lambda later, call=name, given=given: getattr(api, call)(*given, async_op=later)
@@ -66,7 +64,7 @@ def agrees(rank: int, ranks: int) -> None:
         handles = [call(True) for call in calls(api, rank, ranks, seed).values()]
         for handle in reversed(handles):
             handle.wait()
-    api, tensor = shadowed(), filled(5, 3000, 1)
+    api, tensor = shadowed(), filled(5, 3000, corpus.BF16, 1)
     if rank == 0:
         works = [api.isend(tensor, 1, None, 4), api.isend(tensor, 1, None, 4)]
         for work in works:
@@ -110,8 +108,7 @@ def disagrees(rank: int, ranks: int) -> list[str]:
                 call(False)  # rank 1 is the source, which decodes nothing
                 continue
             with pytest.raises(comm.CommError) as caught:
-                handle = call(later)
-                handle.wait()
+                wait(call(later))
             said.append(str(caught.value))
             assert said[-1].startswith(f"{name} (group '0' of {ranks} ranks, role dp, global rank {rank}): "), said[-1]
             assert "wrong in output" in said[-1], said[-1]
@@ -142,24 +139,6 @@ def test_shadow_disagrees() -> None:
     )
 
 
-def fails(rank: int, ranks: int, kind: str, later: bool) -> str:
-    """A rank that fails in its schedule or in its comparison tells the others, which wait for its outcome, and goes on: the next call is
-    as good as ever."""
-    compare, decompress = Shadow.compare, frames.decompress
-    if rank == 1 and kind == "comparison":
-        Shadow.compare = _raise(MemoryError("as planted"))  # type: ignore[method-assign]
-    elif rank == 1:
-        frames.decompress = _raise(FrameError(FrameErrorCode.CHECKSUM, "as planted"))
-    mine, whole = filled(rank, 900, 1), torch.empty(900 * ranks, dtype=torch.bfloat16)
-    with pytest.raises((comm.CommError, MemoryError)) as caught:
-        handle = shadowed().all_gather_into_tensor(whole, mine, None, later)
-        handle.wait()
-    Shadow.compare, frames.decompress = compare, decompress  # type: ignore[method-assign]
-    shadowed().all_gather_into_tensor(whole, mine)
-    corpus.assert_same_bits(whole, torch.cat([filled(peer, 900, 1) for peer in range(ranks)]))
-    return str(caught.value)
-
-
 def _raise(error: Exception) -> Callable[..., Any]:
     def call(*arguments: Any, **settings: Any) -> Any:
         raise error
@@ -169,13 +148,23 @@ def _raise(error: Exception) -> Callable[..., Any]:
 
 @runner.together(3)
 def a_rank_that_fails_tells(rank: int, ranks: int) -> None:
-    for kind, later in itertools.product(("comparison", "schedule"), (False, True)):
-        said = fails(rank, ranks, kind, later)
-        assert "as planted" in said and (rank == 1 or "the check failed on global rank 1: " in said), (
-            kind,
-            later,
-            said,
-        )
+    """A rank that fails in its schedule or in its comparison tells the others, which wait for its outcome, and goes on: the next call is
+    as good as ever."""
+    compare, decompress = Shadow.compare, frames.decompress
+    mine, whole = filled(rank, 900, corpus.BF16, 1), torch.empty(900 * ranks, dtype=torch.bfloat16)
+    for case in itertools.product(("comparison", "schedule"), (False, True)):
+        kind, later = case
+        if rank == 1 and kind == "comparison":
+            Shadow.compare = _raise(MemoryError("as planted"))  # type: ignore[method-assign]
+        elif rank == 1:
+            frames.decompress = _raise(FrameError(FrameErrorCode.CHECKSUM, "as planted"))
+        with pytest.raises((comm.CommError, MemoryError)) as caught:
+            wait(shadowed().all_gather_into_tensor(whole, mine, None, later))
+        Shadow.compare, frames.decompress = compare, decompress  # type: ignore[method-assign]
+        said = str(caught.value)
+        assert "as planted" in said and (rank == 1 or "the check failed on global rank 1: " in said), (case, said)
+        shadowed().all_gather_into_tensor(whole, mine)
+        corpus.assert_same_bits(whole, torch.cat([filled(peer, 900, corpus.BF16, 1) for peer in range(ranks)]))
 
 
 def differ(tolerance: Any, got: list[float], want: list[float], terms: list[float] | None = None) -> bool:
@@ -243,29 +232,23 @@ def mismatched_sizes(rank: int, ranks: int) -> None:
 def a_failed_rank_still_sends(rank: int, ranks: int) -> None:
     """A rank that fails owes its peers nothing: what it has posted still goes out, also to a peer that comes later."""
     if rank == 0:
-
-        def refuse(*arguments: Any, **settings: Any) -> None:
-            raise FrameError(FrameErrorCode.CHECKSUM, "as planted")
-
-        frames.decompress = refuse
+        frames.decompress = _raise(FrameError(FrameErrorCode.CHECKSUM, "as planted"))
     if rank == 1:
         time.sleep(1.0)
     output = torch.zeros(90000 * ranks, dtype=torch.bfloat16)
     call = partial(shadowed(check="off").all_gather_into_tensor, output)
     if rank == 0:
         with pytest.raises(comm.CommError, match="CHECKSUM: as planted") as caught:
-            call(filled(rank, 90000, 1))
+            call(filled(rank, 90000, corpus.BF16, 1))
         del caught
         gc.collect()
         for _ in range(4):
             POOL.take(180_000).fill_(255)
     else:
-        call(filled(rank, 90000, 1))
-        corpus.assert_same_bits(output, torch.cat([filled(peer, 90000, 1) for peer in range(ranks)]))
+        call(filled(rank, 90000, corpus.BF16, 1))
+        corpus.assert_same_bits(output, torch.cat([filled(peer, 90000, corpus.BF16, 1) for peer in range(ranks)]))
 
 
-AUTO = ZipcclConfig(enabled=True, min_bytes=0)
-ALWAYS = replace(AUTO, mode="always")
 NUMEL = 5000
 CODED = Decision(True, "cascade", "")
 
@@ -620,10 +603,11 @@ def damaged_frames(rank: int, ranks: int) -> None:
         frames.compress = spoil if rank == 1 else compress
         for later in (False, True):
             output = torch.zeros(900, dtype=torch.bfloat16)
-            call = partial(shadowed(check="off").all_gather_into_tensor, output, filled(rank, 300, 1), None, later)
+            call = partial(
+                shadowed(check="off").all_gather_into_tensor, output, filled(rank, 300, corpus.BF16, 1), None, later
+            )
             if rank == 1:
-                if (handle := call()) is not None:
-                    handle.wait()
+                wait(call())
                 continue
             with pytest.raises(comm.CommError) as caught:
                 call().wait()
@@ -634,7 +618,7 @@ def damaged_frames(rank: int, ranks: int) -> None:
         dist.barrier()
     frames.compress = compress
     output = torch.zeros(900, dtype=torch.bfloat16)
-    comm.all_gather_into_tensor(output, filled(rank, 300, 1), config=SHADOWED)
+    comm.all_gather_into_tensor(output, filled(rank, 300, corpus.BF16, 1), config=SHADOWED)
 
 
 test_programs = runner.programs(__name__)

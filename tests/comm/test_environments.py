@@ -15,20 +15,19 @@ import pytest
 import ranks as runner
 import torch
 import torch.distributed as dist
+from moves import AUTO, CODED, wait
 from operations import Coded, arguments
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import ds_zipccl
-from ds_zipccl import comm
+from ds_zipccl import comm, tensors
 from ds_zipccl.comm.decision import DecisionMemory
 from ds_zipccl.comm.group_state import group_state
-from ds_zipccl.config import ZipcclConfig
 from ds_zipccl.kernels.sums import flushes_here
 from ds_zipccl.policy import tuner_rules
 
-ALWAYS = ZipcclConfig(enabled=True, mode="always", min_bytes=0)
-MODES = {"always": ALWAYS, "auto": replace(ALWAYS, mode="auto"), "raw": replace(ALWAYS, codec="raw")}
+MODES = {"always": CODED, "auto": AUTO, "raw": replace(CODED, codec="raw")}
 #: Elements of a shard: more than one block, not a multiple of anything.
 NUMEL = 9001
 _CONSTRUCTORS = ("empty", "full", "zeros", "tensor", "frombuffer", "new_empty", "empty_like")
@@ -107,9 +106,7 @@ def call_of(name: str, api: Any, mine: torch.Tensor, later: bool) -> tuple[list[
     outputs = given[0] if isinstance(given[0], list) else [given[0]]
 
     def call() -> None:
-        handle = getattr(api, name)(*given, async_op=later)
-        if handle is not None:
-            handle.wait()
+        wait(getattr(api, name)(*given, async_op=later))
 
     return outputs if name != "reduce" or rank == 1 else [], call
 
@@ -182,17 +179,14 @@ def test_every_operation_in_every_environment(ranks: int) -> None:
     assert min(counts) > 8 * len(OPERATIONS) * len(ENVIRONMENTS)
 
 
-def with_patched_empty(rank: int, ranks: int) -> None:
+def patched_empty() -> None:
     """The mistake that this file is about, planted."""
-    from ds_zipccl import tensors
-
     tensors.empty = lambda numel, dtype, device="cpu": torch.empty(numel, dtype=dtype, device=device)
-    under_all(rank, ranks, ["zero.Init of bf16"])
 
 
 def test_a_patched_constructor_is_noticed() -> None:
     with pytest.raises(runner.RankFailure, match=r"zero\.Init of bf16"):
-        runner.run(with_patched_empty, 2)
+        runner.run(under_all, 2, ["zero.Init of bf16"], plant=patched_empty)
 
 
 # ---- denormals -------------------------------------------------------------------------------------------------------
@@ -207,7 +201,7 @@ def before_the_group(rank: int, ranks: int, flushing: list[int]) -> None:
         got = words(rank, ranks, kind, seed)
         want = got.clone()
         dist.all_reduce(want, op, group=group)
-        comm.all_reduce(got, op, group=group, config=ALWAYS)
+        comm.all_reduce(got, op, group=group, config=CODED)
         corpus.assert_same_bits(got, want)
     assert not flushes_here()
 
@@ -226,7 +220,7 @@ def fake_tensors_go_where_plain_ones_go(rank: int, ranks: int) -> None:
     with FakeTensorMode() as mode:
         tensor = mode.from_tensor(torch.randn(NUMEL))
         outcomes = []
-        for api in (dist, Coded(ALWAYS)):
+        for api in (dist, Coded(CODED)):
             try:
                 api.all_reduce(tensor)
                 outcomes.append("done")
@@ -234,7 +228,7 @@ def fake_tensors_go_where_plain_ones_go(rank: int, ranks: int) -> None:
                 outcomes.append(f"{type(error).__name__}: {error}")
         assert outcomes[0] == outcomes[1], outcomes
     real = torch.ones(NUMEL)
-    comm.all_reduce(real, config=ALWAYS)
+    comm.all_reduce(real, config=CODED)
     assert real[0] == ranks
 
 

@@ -6,13 +6,13 @@ import gc
 import itertools
 import threading
 import weakref
-from dataclasses import replace
 from typing import Any
 
 import pytest
 import ranks as runner
 import torch
 import torch.distributed as dist
+from moves import AUTO, CODED, wait
 from operations import Coded, arguments
 
 from ds_zipccl import comm
@@ -30,8 +30,6 @@ from ds_zipccl.policy.admission import PassReason
 from ds_zipccl.telemetry import counters
 from ds_zipccl.telemetry.table import render
 
-AUTO = ZipcclConfig(enabled=True, min_bytes=0)
-ALWAYS = replace(AUTO, mode="always")
 NUMEL = 40_000
 
 
@@ -88,7 +86,7 @@ def in_another_place(rank: int, ranks: int, kind: str) -> None:
         place = whole.chunk(ranks)[(rank + 1) % ranks]
         place.copy_(own(rank, step))
         wanted = torch.cat([own(peer, step) for peer in range(ranks)])
-        comm.all_gather_into_tensor(whole, place, config=ALWAYS, base=base)
+        comm.all_gather_into_tensor(whole, place, config=CODED, base=base)
         assert torch.equal(whole.view(torch.int16), wanted.view(torch.int16)), step
 
 
@@ -111,7 +109,7 @@ def closed_to_one(rank: int, ranks: int) -> None:
     shared.Exchange = Deaf
     kept.filled = True
     link = OpContext(
-        "all_gather_into_tensor", dist.group.WORLD, ALWAYS, "dp", "cascade", torch.device("cpu"), with_base=True
+        "all_gather_into_tensor", dist.group.WORLD, CODED, "dp", "cascade", torch.device("cpu"), with_base=True
     )
     comm.SharedBase([kept]).abandon(link)
     assert not kept.filled and told == [(rank + 1) % ranks]
@@ -136,15 +134,9 @@ ROWS, COLUMNS = 40, 500
 def by_name(name: str, mine: torch.Tensor, kind: str, later: bool) -> torch.Tensor:
     """What an operation leaves of tensors in a layout, contiguous."""
     out = laid(kind, torch.zeros(2 * ROWS if "gather" in name else ROWS, COLUMNS))
-    if name == "all_to_all_single":
-        handle = comm.all_to_all_single(out, laid(kind, mine), async_op=later, config=AUTO)
-    elif name == "all_gather_into_tensor":
-        handle = comm.all_gather_into_tensor(out, laid(kind, mine), async_op=later, config=AUTO)
-    elif name == "all_gather":
-        handle = comm.all_gather(list(out.chunk(2)), laid(kind, mine), async_op=later, config=AUTO)
-    else:
-        handle = comm.reduce_scatter_tensor(out, laid(kind, torch.cat([mine, mine])), async_op=later, config=AUTO)
-    handle.wait() if later else None
+    given = laid(kind, torch.cat([mine, mine]) if name == "reduce_scatter_tensor" else mine)
+    outputs = list(out.chunk(2)) if name == "all_gather" else out
+    wait(getattr(comm, name)(outputs, given, async_op=later, config=AUTO))
     return out.contiguous()
 
 
@@ -173,8 +165,7 @@ def shapes_that_gloo_refuses(rank: int, ranks: int, later: bool) -> None:
         if not step:
             with pytest.raises(RuntimeError, match="invalid tensor size"):
                 dist.all_gather_into_tensor(whole, mine)
-        handle = comm.all_gather_into_tensor(whole, mine, async_op=later, config=AUTO)
-        handle.wait() if later else None
+        wait(comm.all_gather_into_tensor(whole, mine, async_op=later, config=AUTO))
         assert torch.equal(whole.view(-1)[rank * NUMEL :][:NUMEL], mine)
     assert "(plain " in render(), "it competes all the same"
 
@@ -188,7 +179,7 @@ def failures_do_not_pile_up(rank: int, ranks: int) -> None:
     group = dist.new_group(list(range(ranks)))
     before = POOL._used_bytes
     for _ in range(3 * pipeline.ABANDONED):
-        ctx = OpContext("broadcast", group, ALWAYS, "dp", "raw", torch.device("cpu"))
+        ctx = OpContext("broadcast", group, CODED, "dp", "raw", torch.device("cpu"))
         pipeline.abandon(exchange_ := pipeline.Exchange(ctx, 0, True))
         exchange_.post_recv((rank + 1) % ranks, torch.empty(1 << 16))
         del exchange_
@@ -225,7 +216,7 @@ def test_choices_of_groups_that_come_and_go_are_bounded() -> None:
 @runner.together(2)
 def handles_have_all_that_torchs_have(rank: int, ranks: int) -> None:
     tensor = own(rank, 0)
-    handle = comm.all_reduce(tensor, async_op=True, config=ALWAYS)
+    handle = comm.all_reduce(tensor, async_op=True, config=CODED)
     future = handle.get_future()
     assert future is handle.get_future()
     (result,) = future.wait()
@@ -234,22 +225,11 @@ def handles_have_all_that_torchs_have(rank: int, ranks: int) -> None:
     handle.block_current_stream()
     with pytest.raises(RuntimeError, match="for receives"):
         handle.source_rank()
-    receiving = comm.irecv(torch.empty_like(tensor), 1 - rank, config=ALWAYS)
-    sending = comm.isend(tensor, 1 - rank, config=ALWAYS)
+    receiving = comm.irecv(torch.empty_like(tensor), 1 - rank, config=CODED)
+    sending = comm.isend(tensor, 1 - rank, config=CODED)
     with pytest.raises(RuntimeError, match="for collectives"):
         receiving.get_future()
     assert receiving.wait() and sending.wait() and receiving.source_rank() == 1 - rank
-    with pytest.raises(ValueError, match="tag must be below 1073741824, got 1073741825"):
-        comm.isend(tensor, 1 - rank, tag=(1 << 30) + 1, config=ALWAYS)
-
-
-def test_a_future_has_the_error() -> None:
-    def fail() -> None:
-        raise comm.CommError("broken")
-
-    handle = operations.start("all_reduce", [], fail)
-    with pytest.raises(RuntimeError, match="broken"):
-        handle.get_future().wait()
 
 
 @runner.together(1)
@@ -268,7 +248,6 @@ def idle_threads_are_few(rank: int, ranks: int) -> None:
     operations.start("all_reduce", [], lambda: None).wait()
 
 
-MODES = {"auto": AUTO, "always": replace(AUTO, mode="always")}
 HALF = 20_000
 #: Operations in flight at a time: past the first measurements that ranks tell each other, in a program that waits for none.
 MANY = 3 * tuner_rules.TRIAL_CALLS + 20
@@ -338,7 +317,7 @@ def coalesced(rank: int, ranks: int, config: ZipcclConfig) -> None:
             assert [float(whole[one * HALF]) for one in range(ranks)] == [one + 1 for one in range(ranks)]
         rows = counters.rows()
         assert [set(row["reasons"]) for row in rows] == [{PassReason.COALESCED.value}] * 3
-        comm.all_reduce(tensor := filled(1), config=MODES["always"])
+        comm.all_reduce(tensor := filled(1), config=CODED)
         assert float(tensor[0]) == ranks and sum(row["calls"] for row in counters.rows()) == 1
         counters.reset()
 
@@ -346,14 +325,13 @@ def coalesced(rank: int, ranks: int, config: ZipcclConfig) -> None:
 @runner.together(3)
 def inputs_in_other_places(rank: int, ranks: int) -> None:
     """The input lies in the place of another rank's output."""
-    config = MODES["always"]
     places = [filled(-1) for _ in range(ranks)]
-    comm.all_gather(places, places[(rank + 1) % ranks].fill_(rank + 1), config=config)
+    comm.all_gather(places, places[(rank + 1) % ranks].fill_(rank + 1), config=CODED)
     assert [float(place[-1]) for place in places] == [peer + 1 for peer in range(ranks)]
 
     tensors = [filled(10 * rank + peer) for peer in range(ranks)]
     turned = [tensors[(peer + 1) % ranks] for peer in range(ranks)]
-    comm.all_to_all(turned, tensors, config=config)
+    comm.all_to_all(turned, tensors, config=CODED)
     assert [float(tensor[0]) for tensor in turned] == [10 * peer + rank for peer in range(ranks)]
 
     sizes = [[1, 1, 1], [1, 1, 0], [0, 2, 0]]  # from row to column, in place
@@ -361,7 +339,7 @@ def inputs_in_other_places(rank: int, ranks: int) -> None:
     memory = filled(-1, max(sum(sent), sum(got)))
     for peer, part in enumerate(memory[: sum(sent)].split(sent)):
         part.fill_(10 * rank + peer)
-    comm.all_to_all_single(memory[: sum(got)], memory[: sum(sent)], got, sent, config=config)
+    comm.all_to_all_single(memory[: sum(got)], memory[: sum(sent)], got, sent, config=CODED)
     for peer, part in enumerate(memory[: sum(got)].split(got)):
         assert part.eq(10 * peer + rank).all()
 
@@ -398,13 +376,14 @@ def raw_frames_are_no_differences(rank: int, ranks: int) -> None:
     assert all(1.3 < ratio < 1.7 for ratio in ratios[2 * calls : 3 * calls]) and min(ratios[3 * calls + 1 :]) > 50
 
 
-def test_tags_repeat_in_whole_operations() -> None:
+def test_tags_repeat_in_whole_operations_and_have_ranges_of_their_own() -> None:
     last = TAGS_PER_RANGE // TAGS_PER_COLLECTIVE
     state = GroupState.__new__(GroupState)
     state._issued, state._issued_lock = itertools.count(last - 1), threading.Lock()
     tags = [state.next_tag() for _ in range(2)]
     assert tags == [TagRange.COLLECTIVE + (last - 1) * TAGS_PER_COLLECTIVE, TagRange.COLLECTIVE]
     assert tags[0] + TAGS_PER_COLLECTIVE <= TagRange.POINT_TO_POINT
+    assert TagRange.SHADOW + TAGS_PER_RANGE <= TagRange.CALIBRATION < 1 << 31
 
 
 @runner.together(2)
@@ -420,7 +399,7 @@ def versions_of_outputs(rank: int, ranks: int) -> None:
         "recv",
     )
     counted: list[dict[str, list[int]]] = []
-    for api in (dist, Coded(ALWAYS)):
+    for api in (dist, Coded(CODED)):
         found = {}
         for name in names:
             given = arguments(filled(1), ranks).get(name, (filled(1), 0))
@@ -434,24 +413,16 @@ def versions_of_outputs(rank: int, ranks: int) -> None:
     assert not told, told
 
 
-#: Cases of two ranks in both modes.
-IN_MODES = (far_ahead_in_opposite_orders, far_ahead_of_a_sender, uneven_list, coalesced)
-LAID = ("all_to_all_single", "all_gather_into_tensor", "all_gather", "reduce_scatter_tensor")
-BOTH = (False, True)
-
-
-for case in IN_MODES:
-    for config in MODES.values():
+for config in (AUTO, CODED):
+    for case in (far_ahead_in_opposite_orders, far_ahead_of_a_sender, uneven_list, coalesced):
         runner.together(2, config)(case)
-for name in LAID:
-    for later in BOTH:
+    runner.together(3, config)(one_after_another)
+for later in (False, True):
+    for name in ("all_to_all_single", "all_gather_into_tensor", "all_gather", "reduce_scatter_tensor"):
         runner.together(2, name, later)(every_layout)
-for later in BOTH:
     runner.together(2, later)(shapes_that_gloo_refuses)
 for kind in ("in place", "device", "host"):
     runner.together(3, kind)(in_another_place)
-for config in MODES.values():
-    runner.together(3, config)(one_after_another)
 
 
 test_programs = runner.programs(__name__)

@@ -19,7 +19,7 @@ import test_work
 import torch
 import torch.distributed as dist
 from levels import Nodes, Summed, in_one_level, in_one_level_only, in_two_levels, nodes_of
-from moves import CODED, flip_a_bit
+from moves import AUTO, CODED, flip_a_bit
 from sums import MIB, all_reduce_by_memory, assert_same_sums, bell, coded, other_order, sizes_for, wild
 from test_pipeline import in_small_pieces
 
@@ -38,7 +38,6 @@ from ds_zipccl.telemetry import counters
 
 #: Called one after the other on the same bits.
 CONFIGS = [replace(CODED, **more) for more in ({}, {"codec": "raw"}, {"check": "shadow"})]
-AUTO = ZipcclConfig(enabled=True, min_bytes=0)
 
 
 # Owner maps of a message of ``size`` elements.
@@ -268,7 +267,7 @@ def competing(rank: int, ranks: int) -> None:
 
 
 FP32 = replace(CODED, reduction="fp32")
-AUTO_FP32 = ZipcclConfig(enabled=True, min_bytes=0, reduction="fp32")
+AUTO_FP32 = replace(AUTO, reduction="fp32")
 #: Nodes whose ranks do not follow each other.
 MIXED = [[0, 3], [1, 2], [4, 5]]
 SIZES = (0, 1, 2, 7, 31, 2049, 20001)

@@ -14,8 +14,9 @@ import pytest
 import ranks as runner
 import torch
 import torch.distributed as dist
-from moves import CODED, colliding
+from moves import CODED, colliding, wait
 from operations import arguments
+from test_bases import storage
 from test_host_staging import _stage
 from test_rows_in_messages import in_fragments, posted, rows_like
 
@@ -37,7 +38,7 @@ from ds_zipccl.policy import repeat_rules
 from ds_zipccl.policy.admission import SIDE_DTYPES, Message, candidates
 from ds_zipccl.telemetry import counters
 
-KEPT = ZipcclConfig(enabled=True, mode="always", min_bytes=0, staging_mib=1, recompute_base="host")
+KEPT = replace(CODED, staging_mib=1, recompute_base="host")
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 OPS = ("all_to_all_single", "all_to_all", "in place", "all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor")
 ROLE = {"all_to_all_single": "ep", "all_to_all": "ep", "in place": "sp"}
@@ -110,8 +111,7 @@ class Call:
             handle = getattr(comm, self.op)(*given, **more)
 
         def compare() -> None:
-            if handle is not None:
-                handle.wait()
+            wait(handle)
             there = torch.cat([part.reshape(-1) for part in got])
             assert torch.equal(there.view(torch.uint8), wanted.reshape(-1).view(torch.uint8)), f"{self}: words differ"
 
@@ -405,23 +405,13 @@ def test_equal_bytes_of_other_words_are_no_repeat(words: Words) -> None:
 
 
 #: Fragments of 128 KiB; a channel remembers 256 KiB.
-SMALL = replace(CODED, staging_mib=1)
+PIECES = replace(CODED, staging_mib=1)
 HEADER, KNOWN = 32, 48
-
-
-def side(dtype: torch.dtype, numel: int, seed: int) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    content = torch.randint(0, 2 if dtype == torch.bool else 100, (numel * dtype.itemsize,), generator=generator)
-    return content.to(torch.uint8).view(dtype)
-
-
-def wire() -> int:
-    return sum(row["wire_bytes"] for row in counters.rows())
 
 
 def exchange(rank: int, tensor: torch.Tensor, config: ZipcclConfig = CODED, **more: int) -> int:
     """Send ``tensor`` from rank 0 to rank 1, compare, and return the bytes that rank 0 has sent."""
-    before = wire()
+    before = counters.totals()["wire_bytes"]
     if rank == 0:
         comm.send(tensor, 1, config=config, role="pp", **more)
     else:
@@ -429,7 +419,7 @@ def exchange(rank: int, tensor: torch.Tensor, config: ZipcclConfig = CODED, **mo
         comm.recv(got, 0, config=config, role="pp", **more)
         assert torch.equal(got.view(torch.uint8), tensor.view(torch.uint8))
         got.view(torch.uint8).fill_(1)  # the receiver must have a copy of its own
-    return wire() - before
+    return counters.totals()["wire_bytes"] - before
 
 
 @runner.together(2)
@@ -439,7 +429,7 @@ def bytes_on_the_wire(rank: int, ranks: int) -> None:
     for dtype in SIDE_DTYPES:
         numel = 40000 // dtype.itemsize
         full = HEADER + (numel // 8 if dtype == torch.bool else 40000)
-        first, second = side(dtype, numel, 1), side(dtype, numel, 2)
+        first, second = storage(numel, dtype, 1), storage(numel, dtype, 2)
         found = [sent(tensor) for tensor in (first, first, second, second, first)]
         assert found == ([full, KNOWN, full, KNOWN, full] if rank == 0 else [0] * 5), (dtype, found)
     if rank == 0:
@@ -452,7 +442,7 @@ def bytes_on_the_wire(rank: int, ranks: int) -> None:
         for _ in range(2):
             comm.recv(odd, 0, config=CODED)
             assert odd.view(torch.uint8)[7] == 3 and int(odd.view(torch.uint8).sum()) == 3
-    mask, group = side(torch.bool, 40000, 1), dist.new_group([0, 1])
+    mask, group = storage(40000, torch.bool, 1), dist.new_group([0, 1])
     full = HEADER + 5000
     found = [sent(mask), sent(mask, tag=1), sent(mask, group=group), sent(mask), sent(mask, tag=1), sent(mask, tag=7)]
     found += [sent(mask, tag=7), sent(mask[:32000]), sent(mask[:2000]), sent(mask[:2000])]
@@ -460,8 +450,8 @@ def bytes_on_the_wire(rank: int, ranks: int) -> None:
     assert found == (wanted if rank == 0 else [0] * len(wanted)), found
     kept = counters.memory().get("copies of side tensors received", 0)
     assert kept == (40000 * (len(SIDE_DTYPES) + 2) + 32000 if rank else 0), kept
-    large = side(torch.int64, 30000, 5), side(torch.bool, 200_000, 5), side(torch.int64, 60000, 5)
-    found = [sent(tensor, SMALL) for tensor in large for _ in range(2)]
+    large = storage(30000, torch.int64, 5), storage(200_000, torch.bool, 5), storage(60000, torch.int64, 5)
+    found = [sent(tensor, PIECES) for tensor in large for _ in range(2)]
     rest = 32 + 60000 * 8
     fragments = -(-200_000 // (1 << 17))
     assert found == (
@@ -485,18 +475,20 @@ def in_step(rank: int, ranks: int, seed: int) -> None:
     for _ in range(12):
         plan = [(choose.choice(kinds), choose.randrange(2), choose.randrange(3)) for _ in range(choose.randrange(1, 9))]
         anywhere, order = choose.random() < 0.3, choose.sample(range(len(plan)), len(plan))
-        tensors = [side(dtype, numel, content) for (dtype, numel), _, content in plan]
+        tensors = [storage(numel, dtype, content) for (dtype, numel), _, content in plan]
         if rank == 0:
-            works = [comm.isend(t, 1, None, tag, config=SMALL) for t, (_, tag, _) in zip(tensors, plan, strict=True)]
+            works = [comm.isend(t, 1, None, tag, config=PIECES) for t, (_, tag, _) in zip(tensors, plan, strict=True)]
             for work in works:
                 work.wait()
         else:
             got = [torch.zeros_like(tensor) for tensor in tensors]
             source = None if anywhere else 0
-            handles = [comm.irecv(g, source, None, tag, config=SMALL) for g, (_, tag, _) in zip(got, plan, strict=True)]
+            handles = [
+                comm.irecv(g, source, None, tag, config=PIECES) for g, (_, tag, _) in zip(got, plan, strict=True)
+            ]
             for at in order:
                 handles[at].wait()
-                assert torch.equal(got[at], tensors[at]), (plan, order, at)
+                assert torch.equal(got[at].view(torch.uint8), tensors[at].view(torch.uint8)), (plan, order, at)
         dist.barrier()
 
 
@@ -512,7 +504,7 @@ def two_threads_on_one_channel(rank: int, ranks: int) -> None:
         return announcement
 
     message.Outgoing._post_first = slow  # type: ignore[method-assign,assignment]
-    first, second = side(torch.int64, 9000, 1), side(torch.int64, 9000, 2)
+    first, second = storage(9000, torch.int64, 1), storage(9000, torch.int64, 2)
     if rank == 0:
         runner.at_once(
             *(lambda t=tensor: [comm.send(t, 1, config=CODED) for _ in range(40)] for tensor in (first, second))
@@ -542,7 +534,7 @@ def test_the_oldest_kind_is_dropped() -> None:
 def known_frames_are_refused(rank: int, ranks: int) -> None:
     """The receiver holds another copy, or has lost it: the hash tells. Nobody may send a known frame of floats, or one for a tag that
     remembers nothing."""
-    mask, floats, numbers = side(torch.bool, 40000, 1), torch.zeros(3000), side(torch.int64, 9000, 1)
+    mask, floats, numbers = storage(40000, torch.bool, 1), torch.zeros(3000), storage(9000, torch.int64, 1)
     exchange(rank, mask)
     if rank == 0:
         comm.send(mask, 1, config=CODED)
@@ -572,9 +564,6 @@ def tokens_that_were_made_to_collide(rank: int, ranks: int) -> None:
             comm.send(tokens, 1, config=CODED)
 
 
-#: Fragments of 128 KiB.
-PIECES = ZipcclConfig(enabled=True, mode="always", min_bytes=0, staging_mib=1)
-AUTO_PIECES = replace(PIECES, mode="auto")
 #: Content of the bytes -> least ratio.
 CONTENTS = {"bfloat16": 1.4, "float16": 1.1, "float32": 1.15, "random": 0.99, "zeros": 50.0, "numbers": 0.99}
 
@@ -616,12 +605,13 @@ def broadcasts(rank: int, ranks: int) -> None:
     assert rank != 0 or row["ratio"] < 1
     for _ in range(15):
         tensor = content("bfloat16", 300_000) if rank == 0 else torch.zeros(300_000, dtype=torch.uint8)
-        handle = comm.broadcast(tensor, 0, async_op=True, config=AUTO_PIECES)
-        if handle is not None:
-            handle.wait()
+        wait(comm.broadcast(tensor, 0, async_op=True, config=replace(PIECES, mode="auto")))
         assert torch.equal(tensor, content("bfloat16", 300_000))
 
 
+@runner.together(2, "size")
+@runner.together(2, "damage")
+@runner.together(2, "odd")
 def wrong_frames_are_refused(rank: int, ranks: int, what: str) -> None:
     """The root sends a frame of words that does not fit: of too few bytes, or damaged."""
     tensor = content("bfloat16", 300_001 if what == "odd" else 300_000)
@@ -656,10 +646,6 @@ def no_frame_is_larger_than_that_of_the_bytes(rank: int, ranks: int) -> None:
     comm.broadcast(tensor, 0, config=replace(PIECES, staging_mib=64))
     assert torch.equal(tensor, want)
     assert rank != 0 or counters.rows()[0]["wire_bytes"] == nbytes + 32
-
-
-for what in ("size", "damage", "odd"):
-    runner.together(2, what)(wrong_frames_are_refused)
 
 
 test_programs = runner.programs(__name__)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
-from itertools import pairwise
+from dataclasses import replace
+from itertools import pairwise, product
 from typing import Any
 
 import corpus
@@ -14,6 +15,7 @@ import ranks as runner
 import sums
 import torch
 import torch.distributed as dist
+from moves import CODED
 from sums import bell, coded
 
 from ds_zipccl import comm
@@ -146,19 +148,17 @@ def plain_sums_pass_on_gloo(rank: int, ranks: int) -> None:
     for call in ("all_reduce", "reduce_to_owners"):
         want, got = mine.clone(), mine.clone()
         dist.all_reduce(want)
-        config = ZipcclConfig(enabled=True, mode="always", min_bytes=0, reduction="plain")
         more = ([(3001, range(ranks))],) if call == "reduce_to_owners" else ()
-        getattr(comm, call)(got, *more, config=config)
+        getattr(coded(reduction="plain"), call)(got, *more)
         corpus.assert_same_bits(got, want)
     assert all(set(row["reasons"]) == {PassReason.PLAIN_SUMS.value} for row in counters.rows()) and counters.rows()
 
 
 #: Many fragments for little data.
-CONFIG = ZipcclConfig(enabled=True, mode="always", min_bytes=0, staging_mib=1)
+CONFIG = replace(CODED, staging_mib=1)
 HASH = HEADER_BYTES + 16
 SAME = "one number of ranks has the same ways of adding"
 SIZES = (1, 1003, 300_007)
-KINDS = (corpus.BF16, corpus.FP16, corpus.FP32)
 
 
 def added(
@@ -182,9 +182,7 @@ def everywhere(rank: int, ranks: int, flushing: Sequence[int] = ()) -> None:
     torch.set_flush_denormal(rank in flushing)
     group = dist.new_group(list(range(ranks)))
     torch.set_flush_denormal(False)
-    for number, (kind, texture, size) in enumerate(
-        (k, t, s) for k in KINDS for t in (sums.bell, sums.wild) for s in SIZES
-    ):
+    for number, (kind, texture, size) in enumerate(product(corpus.SUMMED.values(), (sums.bell, sums.wild), SIZES)):
         for op in (dist.ReduceOp.SUM, dist.ReduceOp.AVG):
             tensor = texture(0, size, kind, number)
             want = tensor.clone()
@@ -236,9 +234,8 @@ def others(rank: int, ranks: int) -> None:
     group, tensor = dist.group.WORLD, torch.randn(4096, generator=torch.Generator().manual_seed(1)).bfloat16()
     empty, _ = added(tensor[:0], dist.ReduceOp.SUM, group)
     small = added(tensor, dist.ReduceOp.SUM, group, ZipcclConfig(enabled=True, mode="always"))[1]["reasons"]
-    never = added(tensor, dist.ReduceOp.SUM, group, ZipcclConfig(enabled=True, mode="never", min_bytes=0))[1]["reasons"]
-    shadow = ZipcclConfig(enabled=True, mode="always", min_bytes=0, check="shadow")
-    checked, row = added(tensor, dist.ReduceOp.SUM, group, shadow)
+    never = added(tensor, dist.ReduceOp.SUM, group, replace(CODED, mode="never"))[1]["reasons"]
+    checked, row = added(tensor, dist.ReduceOp.SUM, group, replace(CODED, check="shadow"))
     assert empty.numel() == 0 and row["wire_bytes"] == HASH and torch.equal(checked, 2 * tensor)
     assert (small, never) == ({"smaller than min_bytes": 1}, {"role is never coded": 1})
 

@@ -126,19 +126,19 @@ def test_nobody_waits_early_for_times_that_may_not_come(monkeypatch: pytest.Monk
     assert waits and len(bench.told) == 1
 
 
-def settled(monkeypatch: pytest.MonkeyPatch, seconds: Any, plans: Sequence[Decision] = PLANS) -> Bench:
-    """A bench whose next call begins with its first decision."""
+def settled(monkeypatch: pytest.MonkeyPatch, seconds: Any, reviews: tuple[int, int] = (50, 50)) -> Bench:
+    """A bench whose next call begins with its first decision. The others get their turn after ``reviews`` checks, at first and later."""
     monkeypatch.setattr(tuner_rules, "CHECK_CALLS", (10, 20))
-    bench = Bench(monkeypatch, plans)
-    bench.run(len(plans) * tuner_rules.TRIAL_CALLS + SOON - 1, seconds)
+    monkeypatch.setattr(tuner_rules, "REVIEW_CHECKS", reviews)
+    bench = Bench(monkeypatch)
+    bench.run(TRIAL + SOON - 1, seconds)
     return bench
 
 
 def test_checks_and_reviews(monkeypatch: pytest.MonkeyPatch) -> None:
     """After a decision the last calls before the next check are timed; after so many checks the others get their turn, then rarer."""
-    monkeypatch.setattr(tuner_rules, "REVIEW_CHECKS", (2, 4))
     seconds = {PLAIN: 1.0, RAW: 1.1, CODED: 1.2}
-    bench = settled(monkeypatch, seconds)
+    bench = settled(monkeypatch, seconds, (2, 4))
     checks = [timed for _, timed in bench.run(11 + SOON, seconds)]
     assert checks == [False] * 7 + [True] * 3 + [False] * (SOON + 1)
     history = bench.run(600, seconds)
@@ -163,7 +163,6 @@ def test_checks_and_reviews(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("slower", [1.5, 2.0])
 def test_a_drift_forgets_what_was_known(monkeypatch: pytest.MonkeyPatch, slower: float) -> None:
     """The current choice takes so much longer: all others are tried at once, by what they take now."""
-    monkeypatch.setattr(tuner_rules, "REVIEW_CHECKS", (50, 50))
     bench = settled(monkeypatch, {PLAIN: 1.0, RAW: 4.0, CODED: 9.0})
     now = {PLAIN: slower, RAW: 1.5, CODED: 1.0}
     history = [plan for plan, _ in bench.run(60, now)]
@@ -178,7 +177,6 @@ def test_a_drift_forgets_what_was_known(monkeypatch: pytest.MonkeyPatch, slower:
 
 def test_a_new_trial_counts_what_it_has_timed_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     """And not the check before it, nor what ranks told each other then."""
-    monkeypatch.setattr(tuner_rules, "REVIEW_CHECKS", (50, 50))
     bench = settled(monkeypatch, {PLAIN: 1.0, RAW: 4.0, CODED: 9.0})
     check, trial = [2.0] * tuner_rules.CHECKED_CALLS, [9.0, *[1.6] * (tuner_rules.PROBE_CALLS - 1)]
     now = {PLAIN: iter([*check, *trial, *[1.6] * 50]), RAW: 4.0, CODED: 9.0}
@@ -193,7 +191,6 @@ def test_a_new_trial_counts_what_it_has_timed_itself(monkeypatch: pytest.MonkeyP
 
 def test_checks_follow_slow_changes(monkeypatch: pytest.MonkeyPatch) -> None:
     """A check that does not drift moves the estimate of the current choice, by the median of all its calls."""
-    monkeypatch.setattr(tuner_rules, "REVIEW_CHECKS", (50, 50))
     bench = settled(monkeypatch, {PLAIN: 1.0, RAW: 4.0, CODED: 9.0})
     bench.run(11 + SOON, {PLAIN: iter([1.2, 1.2, 1.0, *[1.0] * 20]), RAW: 0.0, CODED: 0.0})
     assert bench.tuner._estimates == [tuner_rules.follow(1.0, 1.2), 4.0, 9.0]

@@ -30,12 +30,6 @@ from ds_zipccl.comm.bases import host_memory, shared, versions
 from ds_zipccl.comm.host import frames
 
 
-def settled(rank: int, ranks: int, *kind: str, **more: Any) -> Rank:
-    one = Rank(rank, ranks, *kind, **more)
-    one.settle()
-    return one
-
-
 @runner.together(2, "host", True)
 @runner.together(3, "device", False)
 def frozen(rank: int, ranks: int, kind: str, later: bool) -> None:
@@ -53,7 +47,7 @@ def frozen(rank: int, ranks: int, kind: str, later: bool) -> None:
 @runner.together(2)
 def trained(rank: int, ranks: int) -> None:
     """A parameter that steps change goes as a difference once a step, and is copied afterwards; the others are copied."""
-    one = settled(rank, ranks)
+    one = Rank(rank, ranks).settle()
     for _ in range(3):
         one.step(2)
         found, sent = one.gather(0, 2)
@@ -118,7 +112,7 @@ DAMAGED = r"p0: the copies that ranks gather from are not the same any more"
 
 @runner.together(2)
 def edited_between_steps(rank: int, ranks: int) -> None:
-    one = settled(rank, ranks)
+    one = Rank(rank, ranks).settle()
     for edit in EDITS:
         if rank == 1:
             edit(one)
@@ -131,7 +125,7 @@ def edited_between_steps(rank: int, ranks: int) -> None:
 @runner.together(2)
 def edited_in_a_step(rank: int, ranks: int) -> None:
     """After a copy all ranks stop before the step; again and again, until the change is made known."""
-    one = settled(rank, ranks)
+    one = Rank(rank, ranks).settle()
     for edit in EDITS:
         one.gather(0, 2)
         if rank == 1:
@@ -149,7 +143,7 @@ def edited_in_a_step(rank: int, ranks: int) -> None:
 def away_between_comparisons(rank: int, ranks: int) -> None:
     """Copies while the owner had other words stop all ranks, although the old words are back, or the version is over;
     until that is known."""
-    one = settled(rank, ranks)
+    one = Rank(rank, ranks).settle()
     for ended in (False, True):
         one.gather(0, 2)
         saved = one.shards[2].clone()
@@ -170,7 +164,7 @@ def away_between_comparisons(rank: int, ranks: int) -> None:
 @runner.together(2, full="rarer mistakes")
 def edited_without_steps(rank: int, ranks: int) -> None:
     """A program without steps looks after some copies of a base, and a program that asks for it at once."""
-    one = settled(rank, ranks)
+    one = Rank(rank, ranks).settle()
     assert all(one.gather(0, 2) == ({"": 1}, 0) for _ in range(2 * versions.COPIES))
     if rank == 1:
         by_data(one)
@@ -203,7 +197,7 @@ def edited_without_checks(rank: int, ranks: int) -> None:
 @runner.together(2)
 def edited_in_evaluation(rank: int, ranks: int) -> None:
     """Where no step follows copies, an edit after them is a miss. In a step it stops all ranks, as does an edit before a copy anywhere."""
-    one = settled(rank, ranks)
+    one = Rank(rank, ranks).settle()
     one.keeper.steps = False
     for _ in range(2):
         one.gather(0, 2)
@@ -233,7 +227,7 @@ def edited_in_evaluation(rank: int, ranks: int) -> None:
 @runner.together(2, full="rarer mistakes")
 def swapped_versions(rank: int, ranks: int) -> None:
     """A base says that another gather has filled it, or is another base with the same words."""
-    one = settled(rank, ranks, "device")
+    one = Rank(rank, ranks, "device").settle()
     if rank == 1:
         one.slots[0].version += 1
     assert one.gather(0, 2)[0] == {VERSION: 1, "": 2}
@@ -248,7 +242,7 @@ def swapped_versions(rank: int, ranks: int) -> None:
 def swapped_contents(rank: int, ranks: int) -> None:
     """Two bases have each other's words on one rank: misses, and right bits. After a part of the words was swapped all ranks stop: a
     comparison sees one of the bases only, but a miss has all bases hashed."""
-    one = settled(rank, ranks, "device", sizes=(40_000, 1_000, 40_000))
+    one = Rank(rank, ranks, "device", sizes=(40_000, 1_000, 40_000)).settle()
     if rank == 1:
         kept = one.slots[0].memory.clone()
         one.slots[0].memory.copy_(one.slots[2].memory), one.slots[2].memory.copy_(kept)
@@ -285,7 +279,7 @@ def damaged_copy(rank: int, ranks: int) -> None:
 @runner.together(2, full="rarer mistakes")
 def damaged_shared_copy(rank: int, ranks: int) -> None:
     """One bit of memory that all ranks share: its owner sees it."""
-    one = settled(rank, ranks)
+    one = Rank(rank, ranks).settle()
     if rank == 0:
         one.slots[2].memory[1].view(torch.int16)[-1:].bitwise_xor_(1)
     dist.barrier()
@@ -337,14 +331,12 @@ def refused(rank: int, ranks: int) -> None:
     assert one.gather(0) == ({"": 1}, 0)
 
 
-def unseen(rank: int, ranks: int) -> None:
+def no_comparison() -> None:
     versions.same_words = lambda shard, row: True
-    edited_between_steps(rank, ranks)
 
 
-def unseen_by_shadow(rank: int, ranks: int) -> None:
-    versions.same_words = lambda shard, row: True
-    one = settled(rank, ranks, config=replace(CONFIG, check="shadow"))
+def seen_by_shadow(rank: int, ranks: int) -> None:
+    one = Rank(rank, ranks, config=replace(CONFIG, check="shadow")).settle()
     if rank == 1:
         by_data(one)
     with pytest.raises(comm.CommError, match="1 of 140002 wrong") as caught:
@@ -355,8 +347,8 @@ def unseen_by_shadow(rank: int, ranks: int) -> None:
 def test_a_missing_comparison_shows() -> None:
     """Negative proof: without the comparison an edit gives wrong bits, which these tests and the shadow check see."""
     with pytest.raises(runner.RankFailure, match=r"torch\.equal"):
-        runner.run(unseen, 2)
-    runner.run(unseen_by_shadow, 2)
+        runner.run(edited_between_steps, 2, plant=no_comparison)
+    runner.run(seen_by_shadow, 2, plant=no_comparison)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.uint8])

@@ -93,8 +93,9 @@ class Rank:
             self.kept[number].forget()
         self.keeper.refresh()
 
-    def settle(self) -> None:
-        """Gather everything twice, and take a step."""
+    def settle(self) -> Rank:
+        """Gather everything twice, and take a step; return this rank."""
         self.gather(0, 1, 2)
         assert self.gather(0, 1, 2) == ({"": 1}, 0)
         self.step()
+        return self

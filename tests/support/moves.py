@@ -17,6 +17,7 @@ from ds_zipccl.config import ZipcclConfig
 from ds_zipccl.telemetry import counters
 
 CODED = ZipcclConfig(enabled=True, mode="always", min_bytes=0)
+AUTO = replace(CODED, mode="auto")
 SIZES = (0, 1, 2, 7, 2049, 20001)
 NAMES = ("all_gather", "all_gather_into_tensor", "all_gather_coalesced", "broadcast", "all_to_all", "all_to_all_single")
 

@@ -13,11 +13,11 @@ import signal
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 import traceback
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from typing import Any, TypeVar
@@ -152,12 +152,10 @@ def _launch(calls: Sequence[_Call], ranks: int, timeout: float, backend: str) ->
 
 
 def at_once(*programs: Callable[[], object]) -> None:
-    """Run functions in threads of this process, until all have ended."""
-    threads = [threading.Thread(target=program) for program in programs]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    """Run functions in threads of this process, until all have ended. The error of one of them is raised."""
+    with ThreadPoolExecutor(len(programs)) as pool:
+        for ended in [pool.submit(program) for program in programs]:
+            ended.result()
 
 
 def whole_programs(*arguments: Sequence[str], timeout: float = 120.0) -> list[tuple[int, str, str]]:
