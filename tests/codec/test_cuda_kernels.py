@@ -12,8 +12,9 @@ import emulation
 import mutations
 import pytest
 import torch
+from corpus import assert_same_sums
 from cuda_frames import CPU, GUARD, Kernel, assert_guarded, at_offset, bits, frame_of, offsets, round_trip, slot, words
-from test_cuda_sums import assert_same_sums, in_order
+from test_cuda_sums import in_order
 
 from ds_zipccl.codecs import compress_bound, decompress
 from ds_zipccl.frame import CodecId, FrameError, FrameErrorCode, parse
