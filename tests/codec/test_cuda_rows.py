@@ -10,18 +10,11 @@ import pytest
 import tiers
 import torch
 from cuda_frames import CPU, Kernel, assert_guarded, bits, slot, words
+from row_cases import first_of_equals
 
 from ds_zipccl import kernels
 from ds_zipccl.kernels.cuda import backend
 from ds_zipccl.kernels.cuda.backend import CudaBackend
-
-
-def first_of_equals(data: torch.Tensor, row_bytes: int) -> list[int]:
-    """The number of the first equal row of each row."""
-    seen: dict[bytes, int] = {}
-    raw = bytes(data.tolist())
-    rows = [raw[at : at + row_bytes] for at in range(0, len(raw) - row_bytes + 1, row_bytes)]
-    return [seen.setdefault(row, number) for number, row in enumerate(rows)]
 
 
 def some_rows(count: int, row_bytes: int, seed: int = 0) -> torch.Tensor:
@@ -62,7 +55,7 @@ def test_the_first_of_equal_rows(kernel: Kernel, row_bytes: int) -> None:
     """Rows of every alignment, in one call and in several; a count for each call."""
     count = 70 if row_bytes < 512 else 24
     rows = some_rows(count, row_bytes).view(-1)
-    wanted = first_of_equals(rows, row_bytes)
+    wanted = first_of_equals(rows.numpy(), row_bytes)
     repeats = sum(source != number for number, source in enumerate(wanted))
     for offset, cuts in ((0, []), (1, [9, 10]), (2, [0, count]), (4, [count // 2])):
         data = torch.cat([rows.new_zeros(16 + offset), rows]).to(kernel[1])[16 + offset :]
@@ -93,8 +86,8 @@ def test_no_order_of_emulated_threads_counts(ordered: emulation.EmulatedLauncher
     for seed in range(6):
         ordered.seed(seed)
         ordered.residents(1 + seed % 3)
-        assert found(kernel, rows, 64, [])[0] == first_of_equals(rows, 64), seed
-        assert found(kernel, same, 512, [])[0] == first_of_equals(same, 512), seed
+        assert found(kernel, rows, 64, [])[0] == first_of_equals(rows.numpy(), 64), seed
+        assert found(kernel, same, 512, [])[0] == first_of_equals(same.numpy(), 512), seed
 
 
 @pytest.mark.parametrize("hashed", tiers.mostly_full(["sample_hash", "row_hash"], ["row_hash"], "a kernel to compile"))
@@ -108,7 +101,7 @@ def test_forced_collisions(hashed: str) -> None:
     route = CudaBackend(launcher, "cpu")
     for rows, row_bytes in ((some_rows(60, 64), 64), (alike(20, 512), 512)):
         sources, _ = found((route, CPU), rows.view(-1), row_bytes, [30])
-        assert sources == first_of_equals(rows.view(-1), row_bytes)
+        assert sources == first_of_equals(rows.view(-1).numpy(), row_bytes)
 
 
 def pairs(dtype: torch.dtype, width: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

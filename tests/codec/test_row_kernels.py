@@ -2,25 +2,18 @@
 
 from __future__ import annotations
 
-import subprocess
-from collections.abc import Mapping
-from pathlib import Path
-
-import asan
 import corpus
 import from_format_rows
 import numpy as np
 import pytest
-import tiers
 import torch
 import variants
-from builds import Binary, Change
 from corpus import assert_same_bits
+from row_cases import first_of_equals
 
 from ds_zipccl import codecs, kernels
 from ds_zipccl.codecs import rows as row_map
 from ds_zipccl.frame import FrameError
-from ds_zipccl.kernels import build
 from ds_zipccl.kernels.cpp import backend
 
 route = variants.each(variants.COMPILED)
@@ -52,12 +45,6 @@ def found(data: np.ndarray, row_bytes: int, cuts: list[int], route: str) -> tupl
     return sources.tolist(), repeats
 
 
-def wanted(data: np.ndarray, row_bytes: int) -> list[int]:
-    first: dict[bytes, int] = {}
-    rows = [data[at : at + row_bytes].tobytes() for at in range(0, len(data) // row_bytes * row_bytes, row_bytes)]
-    return [first.setdefault(row, number) for number, row in enumerate(rows)]
-
-
 @pytest.mark.parametrize("row_bytes", [96, 1000, 4096])
 def test_rows_that_differ_in_one_byte_alone(route: str, row_bytes: int) -> None:
     """No hash of a few samples tells them apart: such rows are told apart all the same, and in time."""
@@ -67,14 +54,14 @@ def test_rows_that_differ_in_one_byte_alone(route: str, row_bytes: int) -> None:
     data[np.arange(count), places.astype(np.int64)] = corpus.hashes(count, 6) % np.uint64(4)
     data = data.reshape(-1)
     sources, repeats = found(data, row_bytes, [], route)
-    assert sources == wanted(data, row_bytes) and repeats > 100
+    assert sources == first_of_equals(data, row_bytes) and repeats > 100
 
 
 def test_many_rows_beyond_one_thread(route: str) -> None:
     data = corpus.hashes(24000 * 40, 3).view(np.uint8)[: 24000 * 320].reshape(24000, 320)
     data = data[corpus.hashes(24000, 4) % np.uint64(15000)].reshape(-1)
     sources, _ = found(data, 320, [5000, 5000, 19001], route)
-    assert sources == wanted(data, 320)
+    assert sources == first_of_equals(data, 320)
 
 
 # --- factors
@@ -218,7 +205,7 @@ def test_literals_without_a_copy(route: str, name: str, width: int) -> None:
             assert_same_bits(marked, expected)
 
 
-# --- maps in C++ (csrc/cpu/rows/row_map.cpp), damaged ones beside numpy, and under AddressSanitizer and UBSan
+# --- maps in C++ (csrc/cpu/rows/row_map.cpp), damaged ones beside numpy; under sanitizers they are in test_sanitizers.py
 
 native = pytest.mark.skipif(bool(kernels.why()["native"]), reason="no C++ route here")
 
@@ -288,43 +275,3 @@ def test_a_frame_without_repeats_asks_for_no_map(monkeypatch: pytest.MonkeyPatch
     words[64:128] = words[:64]  # the control
     with pytest.raises(AssertionError, match="asked for"):
         codecs.RowSegment(words, 64, route="native").frame(0, 1 << 12, out, "raw")
-
-
-def _fuzzer(changes: Mapping[str, tuple[Change, ...]] | None = None) -> Path:
-    folders = {"csrc": build.CSRC, "fuzz": Path(asan.__file__).parent}
-    sources: dict[str, tuple[str, ...]] = {"fuzz/fuzz_maps.cpp": (), "csrc/cpu/rows/row_map.cpp": ()}
-    try:
-        return Binary("fuzz_maps", folders, sources, ("-O1", *asan.FLAGS), changes=changes or {}).path()
-    except build.BuildError as error:
-        pytest.skip(f"no sanitizers here: {error}")
-
-
-def _run(program: Path) -> subprocess.CompletedProcess[str]:
-    environment = {"ASAN_OPTIONS": "detect_leaks=0", "UBSAN_OPTIONS": "print_stacktrace=1"}
-    return subprocess.run([str(program), "1", "5000"], env=environment, capture_output=True, text=True, timeout=300)
-
-
-@native
-def test_damaged_maps_under_sanitizers() -> None:
-    result = _run(_fuzzer())
-    assert result.returncode == 0, result.stdout + result.stderr
-    words = result.stdout.split()
-    assert min(int(words[1]), int(words[3])) > 2000, result.stdout
-
-
-#: A proof in csrc/cpu/rows/row_map.cpp, and text in its place that proves nothing.
-PROOFS = {
-    "if (repeats == m->repeats) return 1;": "",
-    "distance > i + m->reach || ": "",
-    " || (distance <= i && marked(i - distance))": "",
-    "if (literals == m->count - m->repeats) return 1;": "",
-    "!r->repeats || padded + 16 > r->room": "!r->repeats",
-}
-
-
-@native
-@pytest.mark.parametrize("proof", tiers.mostly_full(PROOFS, [*PROOFS][:1], "each has a program of its own to compile"))
-def test_a_missing_proof_is_seen(proof: str) -> None:
-    result = _run(_fuzzer({"csrc/cpu/rows/row_map.cpp": ((proof, PROOFS[proof]),)}))
-    assert result.returncode != 0
-    assert "FAILED" in result.stdout or "AddressSanitizer" in result.stderr or "terminate" in result.stderr, result
