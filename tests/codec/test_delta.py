@@ -14,7 +14,7 @@ from corpus import assert_same_bits
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from test_frame import code
-from test_gap_list import CHUNK, KINDS, forms
+from test_gap_list import CHUNK, KINDS, PLAIN, forms, roundtrip
 
 import ds_zipccl
 from ds_zipccl import codecs
@@ -23,28 +23,12 @@ from ds_zipccl.codecs import exponent
 from ds_zipccl.frame import FrameErrorCode
 
 FLOATS = list(corpus.SUMMED.values())
-PLAIN = {"shaped": False, "checksum": False}
 
 
 def pair(numel: int, kind: corpus.Float, block: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Words and their base, of every texture and way of changing."""
     words = corpus.mixed(numel, kind, block, seed)
     return corpus.tensor(words, kind), corpus.tensor(corpus.before(words, kind, block, seed), kind)
-
-
-def roundtrip(tensor: torch.Tensor, base: torch.Tensor, route: str, **arguments: object) -> torch.Tensor:
-    """The frame, after proof that it gives ``tensor`` apart from the base and in its place, in a buffer of exactly its bound."""
-    ndim = tensor.dim() if arguments.get("shaped", True) else None
-    bound = codecs.compress_bound(tensor.numel(), tensor.dtype, "delta", ndim=ndim, block=arguments["block"])
-    buffer = torch.full((bound + 64,), 0xA5, dtype=torch.uint8)
-    frame = ds_zipccl.compress(tensor, "delta", base=base, out=buffer[:bound], route=route, **arguments)
-    assert (buffer[bound:] == 0xA5).all(), f"wrote past the bound at {tensor.numel()} words"
-    kept = base.clone()
-    assert_same_bits(ds_zipccl.decompress(frame, base=base, route=route).view(tensor.shape), tensor)
-    assert_same_bits(base, kept)
-    assert ds_zipccl.decompress(frame, kept, base=kept, route=route) is kept
-    assert_same_bits(kept.view(tensor.shape), tensor)
-    return frame
 
 
 @pytest.mark.parametrize("change", corpus.BASES)
