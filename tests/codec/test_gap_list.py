@@ -183,11 +183,10 @@ def chunk(sets: list[tuple[int, int]], bits: str, words: bytes = b"", levels: in
     return (head + words + packed).ljust(framing.pad16(len(head + words + packed)), b"\0")
 
 
-def listed(data: bytes, dtype: int = 1, numel: int = 16, codec: int = 2) -> Raw:
+def listed(data: bytes, dtype: int = 1, numel: int = 16) -> Raw:
     """A frame of one chunk that its index calls a LIST."""
-    return Raw(
-        codec=codec, dtype=dtype, log2=7, numel=numel, payload=struct.pack("<I", 1 << 31 | 1).ljust(16, b"\0") + data
-    )
+    index = struct.pack("<I", 1 << 31 | 1).ljust(16, b"\0")
+    return Raw(codec=2, dtype=dtype, log2=7, numel=numel, payload=index + data)
 
 
 #: Two of 16 words, at 5 and 9: by -1, and by 2. Low bits, signs, rest of level 1, rest of level 2.
@@ -282,9 +281,7 @@ def test_modes_of_floats_in_frames_of_bytes(route: str) -> None:
     index = b"\1".ljust(16, b"\0")
     for mode, wanted in ((0, None), (1, None), (2, 12), (3, 12), (4, 12), (5, None), (6, 12), (7, 12)):
         table = struct.pack("<BH", 0, mode << 13).ljust(16, b"\0")
-        frame = Raw(codec=2, dtype=5, log2=7, numel=16, payload=index + table + (bytes(16) if mode else b""))
-        if mode == 5:
-            frame = replace(frame, payload=index + table)
+        frame = Raw(codec=2, dtype=5, log2=7, numel=16, payload=index + table + (bytes(16) if mode % 5 else b""))
         found = _decode(frame, route)
         assert (found if isinstance(found, FrameErrorCode) else None) == wanted, mode
 
