@@ -6,6 +6,7 @@ from __future__ import annotations
 import subprocess
 
 import asan
+import builds
 import pytest
 import tiers
 import variants
@@ -20,10 +21,8 @@ def _sanitizers(tmp_path_factory: pytest.TempPathFactory) -> None:
     """Skips, with the compiler's words, where sanitizers are not installed."""
     folder = tmp_path_factory.mktemp("trial")
     (folder / "trial.cpp").write_text("int main() {}")
-    try:
-        command = [*build.compiler(), *asan.FLAGS, str(folder / "trial.cpp"), "-o", str(folder / "trial")]
-    except build.BuildError as error:
-        pytest.skip(str(error))
+    compiler = builds.or_skip(build.compiler)
+    command = [*compiler, *asan.FLAGS, str(folder / "trial.cpp"), "-o", str(folder / "trial")]
     result = subprocess.run(command, capture_output=True, text=True, timeout=120)
     if result.returncode or subprocess.run([folder / "trial"], timeout=120).returncode:
         pytest.skip(f"no sanitizers here: {result.stderr}")
