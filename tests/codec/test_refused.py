@@ -14,6 +14,7 @@ import torch
 import variants
 from corpus import assert_same_bits
 from test_frame import Raw
+from test_fuzz import Receiver
 from test_lowrank import factors, frame_of
 
 import ds_zipccl
@@ -136,17 +137,12 @@ def decoded(frame: torch.Tensor, numel: int, route: str) -> torch.Tensor:
     """The words of a frame behind 7 words of history, with proof that nothing else is written."""
     dtype = framing.DTYPES[int(frame[6])]
     history = torch.arange(0x3F00, 0x3F07, dtype=torch.int16).view(torch.uint8).repeat(4)[: 7 * dtype.itemsize]
-    guard = torch.full((40,), 0x5C, dtype=torch.uint8)
-    words = torch.zeros(numel * dtype.itemsize, dtype=torch.uint8)
-    memory = torch.cat([guard, history, words, guard])
-    at = 40 + history.nbytes
-    inside = memory[40 : at + words.nbytes].view(dtype)
+    receiver = Receiver(history.view(dtype), torch.empty(numel, dtype=dtype))
     try:
-        decompress(frame, inside[7:], earlier=inside[:7], route=route)
+        decompress(frame, receiver.out, earlier=receiver.earlier, route=route)
     finally:
-        assert torch.equal(memory[:40], guard) and torch.equal(memory[at + words.nbytes :], guard)
-        assert torch.equal(memory[40:at], history)
-    return inside[7:]
+        assert receiver.intact()
+    return receiver.out
 
 
 def test_the_row_frame_by_hand_is_good(route: str) -> None:

@@ -9,7 +9,9 @@ import pytest
 import torch
 import variants
 from corpus import assert_same_bits
+from cuda_frames import CPU
 from row_cases import first_of_equals
+from test_cuda_rows import found
 
 from ds_zipccl import codecs, kernels
 from ds_zipccl.codecs import rows as row_map
@@ -33,18 +35,6 @@ def ints(numbers: object) -> torch.Tensor:
     return torch.tensor(numbers, dtype=torch.int32)
 
 
-def found(data: np.ndarray, row_bytes: int, cuts: list[int], route: str) -> tuple[list[int], int]:
-    """Sources of all rows, and the number of repeats, by calls that end at ``cuts``."""
-    count = len(data) // row_bytes
-    sources = torch.full((count,), -7, dtype=torch.int32)
-    table = torch.zeros(1 << max(1, (2 * count - 1).bit_length()), dtype=torch.int32)
-    repeats = 0
-    flat = torch.from_numpy(data)
-    for begin, end in zip([0, *cuts], [*cuts, count], strict=True):
-        repeats += kernels.row_route(route, "cpu").find_rows(flat, row_bytes, begin, sources[begin:end], table)
-    return sources.tolist(), repeats
-
-
 @pytest.mark.parametrize("row_bytes", [96, 1000, 4096])
 def test_rows_that_differ_in_one_byte_alone(route: str, row_bytes: int) -> None:
     """No hash of a few samples tells them apart: such rows are told apart all the same, and in time."""
@@ -53,14 +43,14 @@ def test_rows_that_differ_in_one_byte_alone(route: str, row_bytes: int) -> None:
     places = corpus.hashes(count, 5) % np.uint64(row_bytes)
     data[np.arange(count), places.astype(np.int64)] = corpus.hashes(count, 6) % np.uint64(4)
     data = data.reshape(-1)
-    sources, repeats = found(data, row_bytes, [], route)
+    sources, repeats = found((kernels.row_route(route, "cpu"), CPU), torch.from_numpy(data), row_bytes, [])
     assert sources == first_of_equals(data, row_bytes) and repeats > 100
 
 
 def test_many_rows_beyond_one_thread(route: str) -> None:
     data = corpus.hashes(24000 * 40, 3).view(np.uint8)[: 24000 * 320].reshape(24000, 320)
     data = data[corpus.hashes(24000, 4) % np.uint64(15000)].reshape(-1)
-    sources, _ = found(data, 320, [5000, 5000, 19001], route)
+    sources, _ = found((kernels.row_route(route, "cpu"), CPU), torch.from_numpy(data), 320, [5000, 5000, 19001])
     assert sources == first_of_equals(data, 320)
 
 
