@@ -111,17 +111,21 @@ def install(patch: pytest.MonkeyPatch) -> LazyRuntime:
     runtime, route = LazyRuntime(), emulation.load()
     launches = route._launches
     launches._launcher = _LazyLauncher(runtime, launches._launcher)
-    # queued kernels hold addresses, and memory of the device is freed in stream order only
-    alive: list[torch.Tensor] = []
+    alive: list[
+        torch.Tensor
+    ] = []  # queued kernels hold addresses, and memory of the device is freed in stream order only
 
-    def kept(make: Callable[..., torch.Tensor], poison: bool = True) -> Callable[..., torch.Tensor]:
+    def poisoned(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
         def made(*arguments: Any) -> torch.Tensor:
             alive.append(make(*arguments))
-            if poison:
-                alive[-1].view(torch.uint8).fill_(POISON)
+            alive[-1].view(torch.uint8).fill_(POISON)
             return alive[-1]
 
         return made
+
+    def filled(*arguments: Any, make: Callable[..., torch.Tensor] = tensors.filled) -> torch.Tensor:
+        alive.append(make(*arguments))
+        return alive[-1]
 
     def queued(work: Callable[..., Any]) -> Callable[..., None]:
         return lambda *arguments: runtime.current_stream().put(lambda: work(*arguments))
@@ -129,9 +133,9 @@ def install(patch: pytest.MonkeyPatch) -> LazyRuntime:
     patch.setitem(devices.RUNTIMES, "cpu", runtime)
     patch.setitem(kernels.ROUTES, "cpu", {"emulated": lambda: route})
     patch.setattr(kernels, "_loaded", {})
-    patch.setattr(tensors, "empty", kept(tensors.empty))
-    patch.setattr(tensors, "pinned", kept(tensors.pinned))
-    patch.setattr(tensors, "filled", kept(tensors.filled, poison=False))
+    patch.setattr(tensors, "empty", poisoned(tensors.empty))
+    patch.setattr(tensors, "pinned", poisoned(tensors.pinned))
+    patch.setattr(tensors, "filled", filled)
     patch.setattr(staging, "_copy", queued(staging._copy))
     patch.setattr(staging, "add", queued(staging.add))
     patch.setattr(staging, "STAGED", {"cpu"})
