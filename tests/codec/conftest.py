@@ -1,8 +1,9 @@
-"""The kernels of csrc/cuda as a fixture: emulated on the CPU and, on a machine with a GPU, by both launchers."""
+"""The kernels of csrc/cuda as a fixture: emulated on the CPU and, on a machine with a GPU, by both launchers; and folders of builds."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import emulation
 import pytest
@@ -10,6 +11,7 @@ import torch
 import variants
 
 from ds_zipccl import kernels
+from ds_zipccl.kernels import build
 from ds_zipccl.kernels.cuda import backend
 from ds_zipccl.kernels.cuda import launches as cuda_launches
 from ds_zipccl.kernels.cuda.backend import CudaBackend
@@ -38,3 +40,12 @@ def ordered() -> Iterator[emulation.EmulatedLauncher]:
     yield launcher
     launcher.seed(0)
     launcher.residents(3)
+
+
+@pytest.fixture
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """What is built goes to a folder of the test's own."""
+    monkeypatch.setenv("DS_ZIPCCL_CACHE", str(tmp_path / "cache"))
+    build._placed.cache_clear()
+    yield
+    build._placed.cache_clear()

@@ -11,6 +11,7 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
+import builds
 import pytest
 import torch
 
@@ -92,14 +93,6 @@ def slow_compiler(tmp_path: Path, seconds: float) -> build.Recipe:
     return build.Recipe("slow", lambda: (str(program),), ((str(source), ()),), ())
 
 
-@pytest.fixture
-def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setenv("DS_ZIPCCL_CACHE", str(tmp_path / "cache"))
-    build._placed.cache_clear()
-    yield
-    build._placed.cache_clear()
-
-
 @pytest.mark.usefixtures("own_cache")
 def test_a_long_build_says_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
@@ -161,10 +154,7 @@ def _forgotten() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def plain() -> str:
-    try:
-        return build.compiler()[0]
-    except build.BuildError as error:
-        pytest.skip(str(error))
+    return builds.or_skip(build.compiler)[0]
 
 
 def library_name(monkeypatch: pytest.MonkeyPatch, value: str) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
+from collections.abc import Sequence
 
 import corpus
 import numpy as np
@@ -145,9 +146,9 @@ def test_bound_holds_for_every_length(route: str, kind: corpus.Float, texture: s
 
 
 @st.composite
-def coded(draw: st.DrawFn) -> tuple[corpus.Float, int, np.ndarray]:
+def coded(draw: st.DrawFn, kinds: Sequence[corpus.Float] = FLOATS) -> tuple[corpus.Float, int, np.ndarray]:
     """Float type, block size, and words near a block or chunk border, of several textures or wholly arbitrary."""
-    kind = draw(st.sampled_from(FLOATS))
+    kind = draw(st.sampled_from(kinds))
     block = draw(st.sampled_from(corpus.BLOCKS))
     if draw(st.booleans()):
         data = draw(st.binary(max_size=600))

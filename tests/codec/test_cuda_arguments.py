@@ -162,38 +162,27 @@ def test_tensors_of_the_host_are_not_for_cuda(call: str) -> None:
     assert not launcher.names
 
 
-@pytest.mark.parametrize(
-    ("parameter", "message"),
-    [
-        (Parameter(300, 1000), "slot of parameter 1: got 1000 bytes, wanted a multiple of 16"),
-        (Parameter(300, 16), "slot of parameter 1: got 16 bytes, wanted .* at least 32"),
-        (
-            Parameter(300, 1024, stride=299),
-            "parameter 1: got 300 words .* 299 from rank to rank; shards must not overlap",
-        ),
-        (Parameter(-1, 1024), "parameter 1: got -1 words"),
-        (Parameter(300, 1024, start=-1), "from word -1 on"),
-        (Parameter(1 << 36, 1024), "bytes of words for a frame, at most"),
-    ],
-)
-def test_a_wrong_table(parameter: Parameter, message: str) -> None:
+FIRST = Parameter(10, 64)
+#: What is wrong in a table of two parameters of bf16 in blocks of 1024, gathered by two ranks, and words of the message.
+TABLES: list[tuple[dict[str, Any], str]] = [
+    ({"parameters": [FIRST, Parameter(300, 1000)]}, "slot of parameter 1: got 1000 bytes, wanted a multiple of 16"),
+    ({"parameters": [FIRST, Parameter(300, 16)]}, "slot of parameter 1: got 16 bytes, wanted .* at least 32"),
+    ({"parameters": [FIRST, Parameter(300, 1024, 299)]}, "parameter 1: got 300 words .* 299 from rank to rank; shards must not overlap"),
+    ({"parameters": [FIRST, Parameter(-1, 1024)]}, "parameter 1: got -1 words"),
+    ({"parameters": [FIRST, Parameter(300, 1024, start=-1)]}, "from word -1 on"),
+    ({"parameters": [FIRST, Parameter(1 << 36, 1024)]}, "bytes of words for a frame, at most"),
+    ({"parameters": []}, "a gather has parameters"),
+    ({"block": 64}, "no kernel for"),
+    ({"ranks": 0}, "a gather has parameters"),
+    ({"ranks": 1 << 16}, "a gather has parameters"),
+    ({"dtype": torch.float8_e4m3fnuz}, "no kernel for"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("wrong", "message"), TABLES)
+def test_a_wrong_table(wrong: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        GatherTable([Parameter(10, 64), parameter], BF16, 1024, 2)
-
-
-@pytest.mark.parametrize(
-    ("parameters", "dtype", "block", "ranks"),
-    [
-        ([], BF16, 1024, 2),
-        ([Parameter(1, 64)], BF16, 64, 2),
-        ([Parameter(1, 64)], BF16, 1024, 0),
-        ([Parameter(1, 64)], BF16, 1024, 1 << 16),
-        ([Parameter(1, 64)], torch.float8_e4m3fnuz, 1024, 2),
-    ],
-)
-def test_an_impossible_table(parameters: list[Parameter], dtype: torch.dtype, block: int, ranks: int) -> None:
-    with pytest.raises(ValueError, match=r"a gather has parameters|no kernel for"):
-        GatherTable(parameters, dtype, block, ranks)
+        GatherTable(**{"parameters": [FIRST, FIRST], "dtype": BF16, "block": 1024, "ranks": 2, **wrong})
 
 
 # --- right arguments: no word comes to the host, and the calls take little of its time

@@ -18,10 +18,7 @@ from ds_zipccl.kernels.cuda import cupy_kernels, interface, jobs, launchers
 
 @pytest.fixture(scope="module")
 def nvcc() -> tuple[str]:
-    try:
-        return build.nvcc()
-    except build.BuildError as error:
-        pytest.skip(str(error))
+    return builds.or_skip(build.nvcc)
 
 
 #: The architecture of the suite: of those with slots the one that most users have.
@@ -32,10 +29,7 @@ HOPPER = 90
 @pytest.mark.timeout(3000)
 def test_resources() -> None:
     """No spill, no stack frame, and no kernel is 10 % worse than docs/results/cuda_static.json."""
-    try:
-        cupy_kernels.cupy()
-    except build.BuildError as error:
-        pytest.skip(str(error))
+    builds.or_skip(cupy_kernels.cupy)
     assert cuda_static.RESULTS.exists(), f"no {cuda_static.RESULTS}; run `make cuda-static`"
     before, now = read_json(str(cuda_static.RESULTS))["rows"], cuda_static.rows((HOPPER,))
     names = {

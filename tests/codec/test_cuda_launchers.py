@@ -32,10 +32,7 @@ FAKE_DRIVER = "ZIPCCL_FAKE_DRIVER"
 
 
 def made_fake() -> Path:
-    try:
-        compiler = build.compiler()
-    except build.BuildError as error:
-        pytest.skip(str(error))
+    compiler = builds.or_skip(build.compiler)
     flags = ("-O0", "-std=c++17", "-fPIC", "-shared")
 
     def make(target: Path) -> None:
@@ -260,7 +257,7 @@ def test_a_kernel_that_works_on_nothing_is_noticed() -> None:
 # ------------------------------------------------------------------------------------------------------------------- CuPy
 
 
-def fake_cupy(**changes: object) -> SimpleNamespace:
+def fake_cupy() -> SimpleNamespace:
     """CuPy with an NVRTC whose cubins are its arguments."""
     programs: list[tuple[str, list[str]]] = []
 
@@ -277,20 +274,17 @@ def fake_cupy(**changes: object) -> SimpleNamespace:
         NVRTCError=RuntimeError,
         programs=programs,
     )
-    driver = SimpleNamespace(get_build_version=lambda: changes.get("built", 12090))
+    driver = SimpleNamespace(get_build_version=lambda: 12090)
     return SimpleNamespace(__version__="14.0", cuda=SimpleNamespace(nvrtc=nvrtc, driver=driver))
 
 
 @pytest.fixture
-def cupy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
+def cupy(own_cache: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
     found = fake_cupy()
     monkeypatch.setattr(cupy_kernels, "cupy", lambda: found)
-    monkeypatch.setenv("DS_ZIPCCL_CACHE", str(tmp_path))
-    build._placed.cache_clear()
     before = os.umask(0o002)  # as many systems have it: the group can write to new files
     yield found
     os.umask(before)
-    build._placed.cache_clear()
 
 
 def test_cubins_are_kept_by_content(cupy: SimpleNamespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -351,16 +345,9 @@ def test_a_missing_nvrtc_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         cupy_kernels.cupy()
 
 
-def _real() -> None:
-    try:
-        cupy_kernels.cupy()
-    except build.BuildError as error:
-        pytest.skip(str(error))
-
-
 def test_a_mistake_is_told_with_its_file_and_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Planted in a header: the text that CuPy compiles has the includes in their places."""
-    _real()
+    builds.or_skip(cupy_kernels.cupy)
     shutil.copytree(build.CSRC, tmp_path / "csrc")
     header = tmp_path / "csrc" / "cuda" / "hash.cuh"
     lines = header.read_text().splitlines()
@@ -375,7 +362,7 @@ def test_a_mistake_is_told_with_its_file_and_line(monkeypatch: pytest.MonkeyPatc
 
 def test_architectures_of_nvrtc() -> None:
     """Code for an architecture runs on later devices of its major number, and on no others."""
-    _real()
+    builds.or_skip(cupy_kernels.cupy)
     found = [cupy_kernels.architecture(capability) for capability in ((8, 0), (9, 0), (9, 9))]
     assert found == ["80", "90", "90"]
     with pytest.raises(build.BuildError, match=r"compiles for compute capabilities .*9\.0.*, not for 99\.0$"):
@@ -385,7 +372,7 @@ def test_architectures_of_nvrtc() -> None:
 @pytest.mark.full(reason="CuPy needs a minute; the emulation compiles every kernel in the short tier")
 def test_cupy_compiles_every_kernel() -> None:
     """Of the same text as nvcc, without files, in parts; each kernel is in one of them."""
-    _real()
+    builds.or_skip(cupy_kernels.cupy)
     text = cupy_kernels.source()
     assert not set(re.findall(r"#include .*", text)) - {"#include <stdint.h>", "#include <string.h>"}
     cubins = cupy_kernels.cubins((9, 0))

@@ -132,7 +132,7 @@ MISTAKES: dict[str, dict[str, tuple[str, str, str]]] = {
         ),
         "a way that depends on the row's number": ("cuda/rows.cuh", "? uint32_t(row_hash(row, units)) : slot + 1", "? entry : slot + 1"),
     },
-    "cuda_rows.py -k factors and bfloat16": {
+    "row_kernels.py -k factors and emulated and bf16": {
         "lanes added from the last one on": (
             "cuda/rows.cuh", "__dadd_rn(sum, double_of_lane(own[which], lane))",
             "__dadd_rn(sum, double_of_lane(own[which], kLanes - lane))",

@@ -1,6 +1,6 @@
-"""Rows on CUDA: the first of equal rows in any order of threads, and sums in a fixed order. Emulated, and on a GPU.
+"""Rows on CUDA: the first of equal rows in any order of threads. Emulated, and on a GPU.
 
-Predictions, which every route has alike, are in test_row_kernels.py.
+Factors and predictions, which every route has alike, are in test_row_kernels.py.
 """
 
 from __future__ import annotations
@@ -9,19 +9,11 @@ import emulation
 import pytest
 import tiers
 import torch
-from cuda_frames import CPU, Kernel, assert_guarded, bits, slot, words
+from cuda_frames import CPU, Kernel, assert_guarded, slot
+from row_cases import first_of_equals
 
-from ds_zipccl import kernels
 from ds_zipccl.kernels.cuda import backend
 from ds_zipccl.kernels.cuda.backend import CudaBackend
-
-
-def first_of_equals(data: torch.Tensor, row_bytes: int) -> list[int]:
-    """The number of the first equal row of each row."""
-    seen: dict[bytes, int] = {}
-    raw = bytes(data.tolist())
-    rows = [raw[at : at + row_bytes] for at in range(0, len(raw) - row_bytes + 1, row_bytes)]
-    return [seen.setdefault(row, number) for number, row in enumerate(rows)]
 
 
 def some_rows(count: int, row_bytes: int, seed: int = 0) -> torch.Tensor:
@@ -62,7 +54,7 @@ def test_the_first_of_equal_rows(kernel: Kernel, row_bytes: int) -> None:
     """Rows of every alignment, in one call and in several; a count for each call."""
     count = 70 if row_bytes < 512 else 24
     rows = some_rows(count, row_bytes).view(-1)
-    wanted = first_of_equals(rows, row_bytes)
+    wanted = first_of_equals(rows.numpy(), row_bytes)
     repeats = sum(source != number for number, source in enumerate(wanted))
     for offset, cuts in ((0, []), (1, [9, 10]), (2, [0, count]), (4, [count // 2])):
         data = torch.cat([rows.new_zeros(16 + offset), rows]).to(kernel[1])[16 + offset :]
@@ -93,8 +85,8 @@ def test_no_order_of_emulated_threads_counts(ordered: emulation.EmulatedLauncher
     for seed in range(6):
         ordered.seed(seed)
         ordered.residents(1 + seed % 3)
-        assert found(kernel, rows, 64, [])[0] == first_of_equals(rows, 64), seed
-        assert found(kernel, same, 512, [])[0] == first_of_equals(same, 512), seed
+        assert found(kernel, rows, 64, [])[0] == first_of_equals(rows.numpy(), 64), seed
+        assert found(kernel, same, 512, [])[0] == first_of_equals(same.numpy(), 512), seed
 
 
 @pytest.mark.parametrize("hashed", tiers.mostly_full(["sample_hash", "row_hash"], ["row_hash"], "a kernel to compile"))
@@ -108,37 +100,7 @@ def test_forced_collisions(hashed: str) -> None:
     route = CudaBackend(launcher, "cpu")
     for rows, row_bytes in ((some_rows(60, 64), 64), (alike(20, 512), 512)):
         sources, _ = found((route, CPU), rows.view(-1), row_bytes, [30])
-        assert sources == first_of_equals(rows.view(-1), row_bytes)
-
-
-def pairs(dtype: torch.dtype, width: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Words of 14 rows, and pairs of a row and its source: scaled copies, others, those that have no factor, and one whose sums depend on
-    the order of lanes."""
-    values = words(torch.float32, 14 * width, 9).view(14, width)
-    values[1] = values[0] * 0.37
-    values[3] = values[2] * -1.9
-    matrix = values.to(dtype)
-    matrix[4] = 0
-    matrix[5, 0] = float("inf")
-    matrix[6, -1] = float("nan")
-    matrix[7] = torch.finfo(dtype).tiny / 4  # subnormal
-    matrix[8] = torch.finfo(dtype).max / 3
-    matrix[12:] = 0
-    matrix[12:, : min(width, 3)] = torch.tensor([[2.0**30, 2.0**30, 1], [2.0**30, -(2.0**30), 1]])[:, :width]
-    rows, sources = [1, 3, 2, 9, 4, 9, 9, 5, 9, 7, 8, 9, 9, 13], [0, 2, 3, 10, 9, 4, 5, 9, 6, 8, 7, 7, 8, 12]
-    return matrix.view(-1), torch.tensor(rows, dtype=torch.int32), torch.tensor(sources, dtype=torch.int32)
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
-@pytest.mark.parametrize("width", [1, 40, 1000])
-def test_factors(kernel: Kernel, dtype: torch.dtype, width: int) -> None:
-    """Bit for bit those of the C++ route, whose sums have the same order; 0 where there is none."""
-    route, device = kernel
-    memory, rows, sources = pairs(dtype, width)
-    wanted = kernels.row_route("native", "cpu").row_factors(memory, width, rows, sources)
-    got = route.row_factors(memory.to(device), width, rows.to(device), sources.to(device))
-    assert torch.equal(bits(got), bits(wanted)), (got, wanted)
-    assert (wanted == 0).any() and (wanted != 0).any()
+        assert sources == first_of_equals(rows.view(-1).numpy(), row_bytes)
 
 
 def test_wrong_tensors_are_refused(kernel: Kernel, launches: list[backend.Launch]) -> None:

@@ -10,13 +10,13 @@ import os
 import subprocess
 import sys
 
+import builds
 import emulation
 import pytest
 import torch
 from cuda_frames import CPU, frame_of, pad, words
 from places import PYTHONPATH, ROOT
 
-from ds_zipccl.kernels import build
 from ds_zipccl.kernels.cuda.backend import CudaBackend, GatherTable, Own, Parameter, new_status, raise_failure
 
 SECONDS = 1500
@@ -25,10 +25,7 @@ SECONDS = 1500
 @pytest.fixture(scope="module")
 def environment() -> dict[str, str]:
     """Skips, with the compiler's words, where sanitizers are not installed."""
-    try:
-        return {**emulation.sanitized_environment(), "PYTHONPATH": PYTHONPATH}
-    except build.BuildError as error:
-        pytest.skip(str(error))
+    return {**builds.or_skip(emulation.sanitized_environment), "PYTHONPATH": PYTHONPATH}
 
 
 @pytest.mark.full(reason="a build of a minute, and minutes of slow kernels")

@@ -8,6 +8,7 @@ from __future__ import annotations
 import corpus
 import pytest
 import torch
+from corpus import assert_same_sums
 from cuda_frames import GUARD, Kernel, assert_guarded, frame_of, pad, slot, slot_bytes, words
 
 from ds_zipccl.frame import FrameErrorCode
@@ -24,15 +25,6 @@ def in_order(summands: list[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
     for summand in summands[1:]:
         total = total + summand.float()
     return total.to(dtype)
-
-
-def assert_same_sums(got: torch.Tensor, wanted: torch.Tensor) -> None:
-    """Equal bits; NaNs may have other bits, but in bfloat16 they are 0x7fc0."""
-    got = got.cpu()
-    kind = torch.int16 if got.itemsize == 2 else torch.int32
-    assert ((got.view(kind) == wanted.view(kind)) | (got.isnan() & wanted.isnan())).all()
-    if got.dtype is torch.bfloat16:
-        assert (got.view(kind)[wanted.isnan()] == 0x7FC0).all()
 
 
 @pytest.mark.parametrize("dtype", SUMMED, ids=corpus.SUMMED)

@@ -13,8 +13,9 @@ import variants
 from corpus import assert_same_bits
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from test_codec import coded
 from test_frame import code
-from test_gap_list import CHUNK, KINDS, forms
+from test_gap_list import CHUNK, KINDS, PLAIN, forms, roundtrip
 
 import ds_zipccl
 from ds_zipccl import codecs
@@ -23,28 +24,12 @@ from ds_zipccl.codecs import exponent
 from ds_zipccl.frame import FrameErrorCode
 
 FLOATS = list(corpus.SUMMED.values())
-PLAIN = {"shaped": False, "checksum": False}
 
 
 def pair(numel: int, kind: corpus.Float, block: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Words and their base, of every texture and way of changing."""
     words = corpus.mixed(numel, kind, block, seed)
     return corpus.tensor(words, kind), corpus.tensor(corpus.before(words, kind, block, seed), kind)
-
-
-def roundtrip(tensor: torch.Tensor, base: torch.Tensor, route: str, **arguments: object) -> torch.Tensor:
-    """The frame, after proof that it gives ``tensor`` apart from the base and in its place, in a buffer of exactly its bound."""
-    ndim = tensor.dim() if arguments.get("shaped", True) else None
-    bound = codecs.compress_bound(tensor.numel(), tensor.dtype, "delta", ndim=ndim, block=arguments["block"])
-    buffer = torch.full((bound + 64,), 0xA5, dtype=torch.uint8)
-    frame = ds_zipccl.compress(tensor, "delta", base=base, out=buffer[:bound], route=route, **arguments)
-    assert (buffer[bound:] == 0xA5).all(), f"wrote past the bound at {tensor.numel()} words"
-    kept = base.clone()
-    assert_same_bits(ds_zipccl.decompress(frame, base=base, route=route).view(tensor.shape), tensor)
-    assert_same_bits(base, kept)
-    assert ds_zipccl.decompress(frame, kept, base=kept, route=route) is kept
-    assert_same_bits(kept.view(tensor.shape), tensor)
-    return frame
 
 
 @pytest.mark.parametrize("change", corpus.BASES)
@@ -69,20 +54,13 @@ def test_all_patterns_of_16_bits_against_each_other(route: str, kind: corpus.Flo
 
 @st.composite
 def changed(draw: st.DrawFn) -> tuple[corpus.Float, int, np.ndarray, np.ndarray]:
-    """Float type, block size, words near a block or chunk border and their base, of several textures or wholly arbitrary."""
-    kind = draw(st.sampled_from(FLOATS))
-    block = draw(st.sampled_from(corpus.BLOCKS))
+    """Float type, block size, words as :func:`test_codec.coded` draws them, and a base: other such words, or these with changes."""
+    kind, block, words = draw(coded(FLOATS))
     if draw(st.booleans()):
-        data = draw(st.binary(max_size=800))
-        words = np.frombuffer(data[: len(data) // 8 * 8], kind.word)
-        return kind, block, words[: len(words) // 2], words[len(words) // 2 :]
-    border = draw(st.sampled_from([0, block, 2 * block, corpus.CHUNK_BLOCKS * block]))
-    numel = max(0, border + draw(st.integers(-17, 70)))
-    names = tuple(draw(st.lists(st.sampled_from(sorted(corpus.TEXTURES)), min_size=1, max_size=4)))
+        half = len(words) // 2
+        return kind, block, words[:half], words[half : 2 * half]
     changes = tuple(draw(st.lists(st.sampled_from(sorted(corpus.BASES)), min_size=1, max_size=4)))
-    seed = draw(st.integers(0, 9999))
-    words = corpus.mixed(numel, kind, block, seed, names)
-    return kind, block, words, corpus.before(words, kind, block, seed, changes)
+    return kind, block, words, corpus.before(words, kind, block, draw(st.integers(0, 9999)), changes)
 
 
 @st.composite

@@ -37,19 +37,9 @@ class Wrapper(torch.Tensor):
         raise AssertionError(f"{call} was called on a tensor that ought to be refused at the door")
 
 
-def fake(words: torch.Tensor) -> torch.Tensor:
-    return FakeTensorMode().from_tensor(words)
-
-
-def freed(words: torch.Tensor) -> torch.Tensor:
+def resized(words: torch.Tensor, size: int) -> torch.Tensor:
     words = words.clone()
-    words.untyped_storage().resize_(0)
-    return words
-
-
-def cut(words: torch.Tensor) -> torch.Tensor:
-    words = words.clone()
-    words.untyped_storage().resize_(words.nbytes - 1)
+    words.untyped_storage().resize_(size)
     return words
 
 
@@ -57,10 +47,6 @@ def transformed(words: torch.Tensor) -> torch.Tensor:
     kept: list[torch.Tensor] = []
     torch.vmap(lambda row: kept.append(row) or row)(torch.stack([words, words]))  # type: ignore[func-returns-value]
     return kept[0]
-
-
-def quantized(words: torch.Tensor) -> torch.Tensor:
-    return torch.quantize_per_tensor(words.float(), 0.1, 0, torch.quint8)
 
 
 def sparse(layout: torch.layout) -> Callable[[torch.Tensor], torch.Tensor]:
@@ -73,14 +59,14 @@ KINDS: dict[str, Callable[[torch.Tensor], Any]] = {
     "bytes": lambda words: bytes(words.view(torch.uint8).numpy()),
     "none": lambda words: 3,
     "numpy": lambda words: words.numpy(),
-    "fake": fake,
+    "fake": lambda words: FakeTensorMode().from_tensor(words),
     "wrapper": Wrapper,
     "functional": torch._to_functional_tensor,  # type: ignore[attr-defined]
     "transformed": transformed,
-    "freed": freed,
-    "cut": cut,
+    "freed": lambda words: resized(words, 0),
+    "cut": lambda words: resized(words, words.nbytes - 1),
     "zeros": lambda words: torch._efficientzerotensor(words.shape, dtype=words.dtype),  # type: ignore[attr-defined]
-    "quantized": quantized,
+    "quantized": lambda words: torch.quantize_per_tensor(words.float(), 0.1, 0, torch.quint8),
     "meta": lambda words: words.to("meta"),
     "nested": lambda words: torch.nested.nested_tensor([words, words]),
 }
@@ -98,10 +84,6 @@ KINDS |= LAYOUTS
 WORDS = torch.arange(5000.0)
 FRAME = ds_zipccl.compress(WORDS)
 DELTA = ds_zipccl.compress(WORDS, "delta", base=WORDS)
-
-
-def receive(part: Any) -> None:
-    sync.Receiver().apply([part])
 
 
 #: Argument -> the good tensor, the call with another one, the error for a tensor that is not taken.
@@ -122,7 +104,7 @@ DOORS: dict[str, tuple[torch.Tensor, Callable[[Any], object], type[Exception]]] 
     "decompress_add": (FRAME, lambda x: ds_zipccl.decompress_add(x, WORDS.clone()), TypeError),
     "decompress_add(sums)": (WORDS, lambda x: ds_zipccl.decompress_add(FRAME, x), TypeError),
     "region_hash": (WORDS, ds_zipccl.region_hash, TypeError),
-    "Receiver.apply": (FRAME, receive, TypeError),
+    "Receiver.apply": (FRAME, lambda x: sync.Receiver().apply([x]), TypeError),
 }  # fmt: skip
 
 
@@ -169,15 +151,10 @@ def test_kinds_are_all_layouts_of_torch() -> None:
     assert found == {*LAYOUTS, "torch.strided"}
 
 
-@pytest.mark.parametrize("width", [1.5, True, "3", torch.tensor(3)], ids=repr)
-def test_row_width_is_an_int(width: Any) -> None:
-    with pytest.raises(TypeError, match="wanted an int"):
-        ds_zipccl.compress(WORDS, row_width=width)
-
-
-@pytest.mark.parametrize("width", [0, -1, 1 << 32])
-def test_row_width_is_in_range(width: int) -> None:
-    with pytest.raises(ValueError, match="wanted at least 1 and less than"):
+@pytest.mark.parametrize("width", [1.5, True, "3", torch.tensor(3), 0, -1, 1 << 32], ids=repr)
+def test_row_width_is_an_int_in_range(width: Any) -> None:
+    error, wanted = (ValueError, "at least 1 and less than") if type(width) is int else (TypeError, "an int")
+    with pytest.raises(error, match=f"wanted {wanted}"):
         ds_zipccl.compress(WORDS, row_width=width)
 
 

@@ -207,10 +207,6 @@ def _size_at(rng: random.Random, frame: bytearray, at: int) -> None:
     struct.pack_into("<Q", frame, at, value % (1 << 64))
 
 
-def _scaled_code_bytes(rng: random.Random, frame: bytearray) -> None:
-    _size_at(rng, frame, 40)
-
-
 def _scaled_scale(rng: random.Random, frame: bytearray) -> None:
     at = rng.randrange(48, min(len(frame), 48 + 30))
     frame[at] = rng.choice((0, 1, 128, 240, 255, rng.randrange(256)))
@@ -332,12 +328,11 @@ class Family:
         if not self.damage:
             return mutations.damaged(rng, base)
         kind = rng.choice([*(_own(name, damage) for name, damage in self.damage.items()), ANY])
-        return kind, kind.mutate(rng, base)
+        return kind, kind.mutate(rng, base, bytearray(base.frame))
 
 
 def _own(name: str, damage: Damage) -> Kind:
-    def mutate(rng: random.Random, base: Base) -> bytearray:
-        frame = bytearray(base.frame)
+    def mutate(rng: random.Random, base: Base, frame: bytearray) -> bytearray:
         damage(rng, frame)
         return frame
 
@@ -345,7 +340,7 @@ def _own(name: str, damage: Damage) -> Kind:
 
 
 GENERIC = [kind for kind in mutations.KINDS if kind.name in ANY_FRAME]
-ANY = Kind("any", lambda rng, base: rng.choice(GENERIC).mutate(rng, base), mutations.ANY, True)
+ANY = Kind("any", lambda rng, *given: rng.choice(GENERIC).mutate(rng, *given), mutations.ANY, True)
 
 
 def _alone(bases: Sequence[Base]) -> Sequence[tuple[Base, torch.Tensor]]:
@@ -372,7 +367,7 @@ FAMILIES = {
     ),
     "scaled": Family(
         lambda: _alone(_scaled_bases()),
-        {"field": _field, "code_bytes": _scaled_code_bytes, "scale": _scaled_scale, "code": _scaled_code},
+        {"field": _field, "code_bytes": lambda *given: _size_at(*given, 40), "scale": _scaled_scale, "code": _scaled_code},
         "TRUNCATED CODEC RESERVED SIZE MISMATCH BLOCK",
         dict.fromkeys(("scale", "code", "any"), 60),
     ),

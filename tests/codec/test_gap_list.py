@@ -15,8 +15,8 @@ from corpus import assert_same_bits
 from from_format import Raw
 
 import ds_zipccl
+from ds_zipccl import codecs, tensors
 from ds_zipccl import frame as framing
-from ds_zipccl import tensors
 from ds_zipccl.frame import FrameErrorCode
 
 PLAIN = {"shaped": False, "checksum": False}
@@ -29,7 +29,7 @@ def forms(frame: torch.Tensor) -> list[str]:
     """The form of each chunk of a delta frame."""
     header = framing.parse(frame)
     chunk = corpus.CHUNK_BLOCKS * header.block
-    words = header.numel if header.dtype in ds_zipccl.codecs.SUMMED_DTYPES else header.numel * header.dtype.itemsize
+    words = header.numel if header.dtype in codecs.SUMMED_DTYPES else header.numel * header.dtype.itemsize
     index = frame[header.payload_at :].view(-1)[: 4 * -(-words // chunk)].clone().view(torch.int32).tolist()
     starts = [16 * (entry & 0x7FFFFFFF) for entry in index] + [header.frame_bytes - header.payload_at]
     return [
@@ -38,14 +38,23 @@ def forms(frame: torch.Tensor) -> list[str]:
     ]
 
 
-def roundtrip(words: np.ndarray, base: np.ndarray, kind: corpus.Float, block: int, route: str) -> torch.Tensor:
-    """The frame, after proof that it gives the words apart from the base and in its place."""
-    tensor, before = corpus.tensor(words, kind), corpus.tensor(base, kind)
-    frame = ds_zipccl.compress(tensor, "delta", base=before, block=block, route=route, **PLAIN)
-    assert_same_bits(ds_zipccl.decompress(frame, base=before, route=route), tensor)
-    assert ds_zipccl.decompress(frame, before, base=before, route=route) is before
-    assert_same_bits(before, tensor)
+def roundtrip(tensor: torch.Tensor, base: torch.Tensor, route: str, **arguments: object) -> torch.Tensor:
+    """The frame, after proof that it gives ``tensor`` apart from the base and in its place, in a buffer of exactly its bound."""
+    ndim = tensor.dim() if arguments.get("shaped", True) else None
+    bound = codecs.compress_bound(tensor.numel(), tensor.dtype, "delta", ndim=ndim, block=arguments["block"])
+    buffer = torch.full((bound + 64,), 0xA5, dtype=torch.uint8)
+    frame = ds_zipccl.compress(tensor, "delta", base=base, out=buffer[:bound], route=route, **arguments)
+    assert (buffer[bound:] == 0xA5).all(), f"wrote past the bound at {tensor.numel()} words"
+    kept = base.clone()
+    assert_same_bits(ds_zipccl.decompress(frame, base=base, route=route).view(tensor.shape), tensor)
+    assert_same_bits(base, kept)
+    assert ds_zipccl.decompress(frame, kept, base=kept, route=route) is kept
+    assert_same_bits(kept.view(tensor.shape), tensor)
     return frame
+
+
+def _coded(words: np.ndarray, base: np.ndarray, kind: corpus.Float, block: int, route: str) -> torch.Tensor:
+    return roundtrip(corpus.tensor(words, kind), corpus.tensor(base, kind), route, block=block, **PLAIN)
 
 
 def _changed(
@@ -84,7 +93,7 @@ def _written(name: str, count: str, run: int, reach: int) -> tuple[np.ndarray, n
 def test_shares_of_changed_words(route: str, name: str, count: str, run: int, reach: int) -> None:
     """Of every share the frame is the document's, and its chunks have the form that the share gives."""
     words, base, wanted = _written(name, count, run, reach)
-    frame = roundtrip(words, base, KINDS[name], 128, route)
+    frame = _coded(words, base, KINDS[name], 128, route)
     assert frame.numpy().tobytes() == wanted
     form = COUNTS[count][1]
     if run == 1 and form is not None:
@@ -101,7 +110,7 @@ def test_chunks_of_every_size(route: str, name: str, block: int) -> None:
         numel = (chunk if at == 0 else 0) + ragged + (block if at == 5 else 0)
         for count in sorted({1, numel // 60 + 1, numel // 9, numel // 6}):
             words, base = _changed(numel, kind, at, min(count, numel), 1, 9)
-            frame = roundtrip(words, base, kind, block, route)
+            frame = _coded(words, base, kind, block, route)
             if numel < 2500:
                 dtype = framing.DTYPE_IDS[kind.dtype]
                 wanted = from_format.encode(words.tolist(), dtype, block, None, False, base=base.tolist())
@@ -117,7 +126,7 @@ def test_forms_in_one_frame(route: str) -> None:
         here = slice(chunk * CHUNK, (chunk + 1) * CHUNK)
         places = corpus.some_places(CHUNK, count, chunk)
         base[here] = corpus.moved(words[here], kind, places, corpus.changes(count, chunk, 4))
-    frame = roundtrip(words, base, kind, 128, route)
+    frame = _coded(words, base, kind, 128, route)
     assert forms(frame) == ["SAME", "LIST", "SAME", "TABLE", "LIST", "SAME", "SAME"]
     wanted = from_format.encode(words.tolist(), 1, 128, None, False, base=base.tolist())
     assert frame.numpy().tobytes() == wanted
@@ -132,14 +141,14 @@ def test_sign_flips_and_the_farthest_words(route: str, name: str) -> None:
     half = 1 << (8 * kind.word(0).nbytes - 1)
     for units in (half, half - 1, 1 - half, 5, -5, 6, -6):
         base = corpus.moved(words, kind, places, np.full(40, units))
-        assert forms(roundtrip(words, base, kind, 128, route)) == ["LIST"] * 1
+        assert forms(_coded(words, base, kind, 128, route)) == ["LIST"]
     flipped = words.copy()
     flipped[places] ^= kind.word(kind.sign)
     for before in (flipped, np.zeros_like(words), ~words):
         one, other = words.copy(), before.copy()
         other[np.setdiff1d(np.arange(500), places)] = one[np.setdiff1d(np.arange(500), places)]
-        roundtrip(one, other, kind, 128, route)
-        roundtrip(other, one, kind, 128, route)
+        _coded(one, other, kind, 128, route)
+        _coded(other, one, kind, 128, route)
 
 
 # --- sizes
@@ -174,11 +183,10 @@ def chunk(sets: list[tuple[int, int]], bits: str, words: bytes = b"", levels: in
     return (head + words + packed).ljust(framing.pad16(len(head + words + packed)), b"\0")
 
 
-def listed(data: bytes, dtype: int = 1, numel: int = 16, codec: int = 2) -> Raw:
+def listed(data: bytes, dtype: int = 1, numel: int = 16) -> Raw:
     """A frame of one chunk that its index calls a LIST."""
-    return Raw(
-        codec=codec, dtype=dtype, log2=7, numel=numel, payload=struct.pack("<I", 1 << 31 | 1).ljust(16, b"\0") + data
-    )
+    index = struct.pack("<I", 1 << 31 | 1).ljust(16, b"\0")
+    return Raw(codec=2, dtype=dtype, log2=7, numel=numel, payload=index + data)
 
 
 #: Two of 16 words, at 5 and 9: by -1, and by 2. Low bits, signs, rest of level 1, rest of level 2.
@@ -273,16 +281,14 @@ def test_modes_of_floats_in_frames_of_bytes(route: str) -> None:
     index = b"\1".ljust(16, b"\0")
     for mode, wanted in ((0, None), (1, None), (2, 12), (3, 12), (4, 12), (5, None), (6, 12), (7, 12)):
         table = struct.pack("<BH", 0, mode << 13).ljust(16, b"\0")
-        frame = Raw(codec=2, dtype=5, log2=7, numel=16, payload=index + table + (bytes(16) if mode else b""))
-        if mode == 5:
-            frame = replace(frame, payload=index + table)
+        frame = Raw(codec=2, dtype=5, log2=7, numel=16, payload=index + table + (bytes(16) if mode % 5 else b""))
         found = _decode(frame, route)
         assert (found if isinstance(found, FrameErrorCode) else None) == wanted, mode
 
 
 def test_offsets_of_31_bits() -> None:
     """The words of a payload may need more than the 32 GiB that an index can name; nothing is written then."""
-    spec = ds_zipccl.codecs.CODEC_SPECS["delta"]
+    spec = codecs.CODEC_SPECS["delta"]
     tensor = torch.empty(1 << 32, dtype=torch.int64, device="meta")
     with pytest.raises(ValueError, match="the 34359738368 bytes of one frame; cut the tensor"):
         spec.encode([tensor], [tensor], 1024, [torch.empty(0, dtype=torch.uint8)], "auto")

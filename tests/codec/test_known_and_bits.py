@@ -8,18 +8,12 @@ import numpy as np
 import pytest
 import torch
 from corpus import assert_same_bits
+from test_frame import code
 
 import ds_zipccl
 from ds_zipccl import codecs
 from ds_zipccl import frame as framing
 from ds_zipccl.frame import FrameErrorCode
-
-
-def code(frame: torch.Tensor, **arguments: object) -> FrameErrorCode:
-    """Why the frame is refused."""
-    with pytest.raises(ds_zipccl.FrameError) as caught:
-        codecs.decompress(frame, **arguments)
-    return caught.value.code
 
 
 @pytest.mark.parametrize("dtype", framing.DTYPE_IDS, ids=str)

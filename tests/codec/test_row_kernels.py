@@ -2,25 +2,20 @@
 
 from __future__ import annotations
 
-import subprocess
-from collections.abc import Mapping
-from pathlib import Path
-
-import asan
 import corpus
 import from_format_rows
 import numpy as np
 import pytest
-import tiers
 import torch
 import variants
-from builds import Binary, Change
 from corpus import assert_same_bits
+from cuda_frames import CPU
+from row_cases import first_of_equals
+from test_cuda_rows import found
 
 from ds_zipccl import codecs, kernels
 from ds_zipccl.codecs import rows as row_map
 from ds_zipccl.frame import FrameError
-from ds_zipccl.kernels import build
 from ds_zipccl.kernels.cpp import backend
 
 route = variants.each(variants.COMPILED)
@@ -40,24 +35,6 @@ def ints(numbers: object) -> torch.Tensor:
     return torch.tensor(numbers, dtype=torch.int32)
 
 
-def found(data: np.ndarray, row_bytes: int, cuts: list[int], route: str) -> tuple[list[int], int]:
-    """Sources of all rows, and the number of repeats, by calls that end at ``cuts``."""
-    count = len(data) // row_bytes
-    sources = torch.full((count,), -7, dtype=torch.int32)
-    table = torch.zeros(1 << max(1, (2 * count - 1).bit_length()), dtype=torch.int32)
-    repeats = 0
-    flat = torch.from_numpy(data)
-    for begin, end in zip([0, *cuts], [*cuts, count], strict=True):
-        repeats += kernels.row_route(route, "cpu").find_rows(flat, row_bytes, begin, sources[begin:end], table)
-    return sources.tolist(), repeats
-
-
-def wanted(data: np.ndarray, row_bytes: int) -> list[int]:
-    first: dict[bytes, int] = {}
-    rows = [data[at : at + row_bytes].tobytes() for at in range(0, len(data) // row_bytes * row_bytes, row_bytes)]
-    return [first.setdefault(row, number) for number, row in enumerate(rows)]
-
-
 @pytest.mark.parametrize("row_bytes", [96, 1000, 4096])
 def test_rows_that_differ_in_one_byte_alone(route: str, row_bytes: int) -> None:
     """No hash of a few samples tells them apart: such rows are told apart all the same, and in time."""
@@ -66,15 +43,15 @@ def test_rows_that_differ_in_one_byte_alone(route: str, row_bytes: int) -> None:
     places = corpus.hashes(count, 5) % np.uint64(row_bytes)
     data[np.arange(count), places.astype(np.int64)] = corpus.hashes(count, 6) % np.uint64(4)
     data = data.reshape(-1)
-    sources, repeats = found(data, row_bytes, [], route)
-    assert sources == wanted(data, row_bytes) and repeats > 100
+    sources, repeats = found((kernels.row_route(route, "cpu"), CPU), torch.from_numpy(data), row_bytes, [])
+    assert sources == first_of_equals(data, row_bytes) and repeats > 100
 
 
 def test_many_rows_beyond_one_thread(route: str) -> None:
     data = corpus.hashes(24000 * 40, 3).view(np.uint8)[: 24000 * 320].reshape(24000, 320)
     data = data[corpus.hashes(24000, 4) % np.uint64(15000)].reshape(-1)
-    sources, _ = found(data, 320, [5000, 5000, 19001], route)
-    assert sources == wanted(data, 320)
+    sources, _ = found((kernels.row_route(route, "cpu"), CPU), torch.from_numpy(data), 320, [5000, 5000, 19001])
+    assert sources == first_of_equals(data, 320)
 
 
 # --- factors
@@ -97,16 +74,19 @@ def lanes(a: np.ndarray, b: np.ndarray) -> float:
 @pytest.mark.parametrize("name", FLOATS)
 @pytest.mark.parametrize("width", [1, 31, 32, 33, 100, 257, 1024])
 def test_factors_are_those_of_32_lanes(route: str, name: str, width: int) -> None:
+    """Of scaled copies, others, rows without a factor, subnormal and large ones, and two whose sums depend on the order of lanes."""
     kind = FLOATS[name]
     draw = torch.Generator().manual_seed(width)
     rows = torch.randn(12, width, generator=draw)
     scales = torch.tensor([1, 0.3, -2.5, 1e-3, 7e4, 1e-30, 1e30, 0, 1, 1, 1, 1])
     rows[1::2] = rows[::2] * scales[:6, None]
-    words = rows.to(kind.dtype)
+    words = torch.cat([rows, torch.zeros(4, width)]).to(kind.dtype)
     words[8, 0], words[10, width // 2] = float("inf"), float("nan")
     words[7] = 0
+    words[12:14, :3] = torch.tensor([[2.0**30, 2.0**30, 1], [2.0**30, -(2.0**30), 1]])[:, :width]
+    words[14], words[15] = torch.finfo(kind.dtype).tiny / 4, torch.finfo(kind.dtype).max / 3
     flat = words.reshape(-1)
-    pairs = [(row, source) for row in range(12) for source in range(row)]
+    pairs = [(row, source) for row in range(16) for source in range(row)]
     got = kernels.row_route(route, "cpu").row_factors(
         flat, width, ints([row for row, _ in pairs]), ints([s for _, s in pairs])
     )
@@ -218,7 +198,7 @@ def test_literals_without_a_copy(route: str, name: str, width: int) -> None:
             assert_same_bits(marked, expected)
 
 
-# --- maps in C++ (csrc/cpu/rows/row_map.cpp), damaged ones beside numpy, and under AddressSanitizer and UBSan
+# --- maps in C++ (csrc/cpu/rows/row_map.cpp), damaged ones beside numpy; under sanitizers they are in test_sanitizers.py
 
 native = pytest.mark.skipif(bool(kernels.why()["native"]), reason="no C++ route here")
 
@@ -288,43 +268,3 @@ def test_a_frame_without_repeats_asks_for_no_map(monkeypatch: pytest.MonkeyPatch
     words[64:128] = words[:64]  # the control
     with pytest.raises(AssertionError, match="asked for"):
         codecs.RowSegment(words, 64, route="native").frame(0, 1 << 12, out, "raw")
-
-
-def _fuzzer(changes: Mapping[str, tuple[Change, ...]] | None = None) -> Path:
-    folders = {"csrc": build.CSRC, "fuzz": Path(asan.__file__).parent}
-    sources: dict[str, tuple[str, ...]] = {"fuzz/fuzz_maps.cpp": (), "csrc/cpu/rows/row_map.cpp": ()}
-    try:
-        return Binary("fuzz_maps", folders, sources, ("-O1", *asan.FLAGS), changes=changes or {}).path()
-    except build.BuildError as error:
-        pytest.skip(f"no sanitizers here: {error}")
-
-
-def _run(program: Path) -> subprocess.CompletedProcess[str]:
-    environment = {"ASAN_OPTIONS": "detect_leaks=0", "UBSAN_OPTIONS": "print_stacktrace=1"}
-    return subprocess.run([str(program), "1", "5000"], env=environment, capture_output=True, text=True, timeout=300)
-
-
-@native
-def test_damaged_maps_under_sanitizers() -> None:
-    result = _run(_fuzzer())
-    assert result.returncode == 0, result.stdout + result.stderr
-    words = result.stdout.split()
-    assert min(int(words[1]), int(words[3])) > 2000, result.stdout
-
-
-#: A proof in csrc/cpu/rows/row_map.cpp, and text in its place that proves nothing.
-PROOFS = {
-    "if (repeats == m->repeats) return 1;": "",
-    "distance > i + m->reach || ": "",
-    " || (distance <= i && marked(i - distance))": "",
-    "if (literals == m->count - m->repeats) return 1;": "",
-    "!r->repeats || padded + 16 > r->room": "!r->repeats",
-}
-
-
-@native
-@pytest.mark.parametrize("proof", tiers.mostly_full(PROOFS, [*PROOFS][:1], "each has a program of its own to compile"))
-def test_a_missing_proof_is_seen(proof: str) -> None:
-    result = _run(_fuzzer({"csrc/cpu/rows/row_map.cpp": ((proof, PROOFS[proof]),)}))
-    assert result.returncode != 0
-    assert "FAILED" in result.stdout or "AddressSanitizer" in result.stderr or "terminate" in result.stderr, result

@@ -105,25 +105,16 @@ def test_frames_follow_the_document(route: str, which: str, name: str) -> None:
             wanted = from_format_scaled.encode(words_of(words), dtype, s, 128, None, False)
             assert frame.numpy().tobytes() == wanted, f"{numel} words, seed {seed}: {words_of(words)}"
             kept = from_format_scaled.project(words_of(words), dtype, s)
-            assert words_of(codecs.decompress(frame, route=route)) == kept
+            arrived = codecs.decompress(frame, route=route)
+            assert words_of(arrived) == kept
+            for before, after in zip(words.split(codec.group), arrived.split(codec.group), strict=True):
+                assert after.isfinite().all() or not before.isfinite().all(), "a group became infinite or NaN"
             assert words_of(codecs.project(words, codec, route=route)) == kept
             shown.add((frame[5].item(), frame[9].item()))
             if frame[5] == CodecId.SCALED:
                 assert from_format_scaled.decode(wanted) == kept
     assert {frame_id for frame_id, _ in shown} == {CodecId.RAW, CodecId.EXPONENT, CodecId.SCALED}
     assert (CodecId.SCALED, 7) in shown or isinstance(codec, Int) or codec.group != 128
-
-
-@pytest.mark.parametrize("codec", [CODECS["e4m3 hadamard"], CODECS["int6 32"]], ids=str)
-def test_finite_values_stay_finite(route: str, codec: TacoFp8 | Int) -> None:
-    """Nothing becomes infinite or NaN by way of the codec, or an ordinary number where it was not."""
-    for name, kind in KINDS.items():
-        for seed in range(4):
-            for words in hard_words(kind, 1024, seed):
-                kept = codecs.project(words, codec, route=route)
-                alike = words.view(-1, codec.group).isfinite().all(1)
-                assert kept.view(-1, codec.group)[alike].isfinite().all(), name
-                assert_same_bits(kept.view(-1, codec.group)[~alike], words.view(-1, codec.group)[~alike])
 
 
 # --- the transform

@@ -222,10 +222,9 @@ def test_entries_that_others_can_write_to(tmp_path: Path) -> None:
 
 
 def test_a_lock_neither_follows_links_nor_empties_files(tmp_path: Path) -> None:
-    victim, link = tmp_path / "victim", tmp_path / "library.lock"
+    victim = tmp_path / "victim"
     victim.write_text("precious")
-    link.symlink_to(victim)
-    with pytest.raises(OSError, match="symbolic link"), build._locked(link):
+    with pytest.raises(OSError, match="symbolic link"), build._locked(link(tmp_path / "library.lock", victim)):
         pass
     with build._locked(victim):
         assert victim.read_text() == "precious"

@@ -41,7 +41,9 @@ def fuzzer(optimization: str = "-O0", changes: Mapping[str, tuple[Change, ...]] 
 
 
 def alone(codec: str) -> dict[str, tuple[str, ...]]:
-    """Sources of "lowrank" or "zfp" that link without the rest of the C++ kernels, and compile in seconds."""
+    """Sources of "lowrank", "zfp" or "maps" that link without the rest of the C++ kernels, and compile in seconds."""
+    if codec == "maps":
+        return {"csrc/cpu/rows/row_map.cpp": ()}
     return {f"csrc/cpu/lossy/{codec}.cpp": (), "fuzz/lossy_alone.cpp": ()}
 
 

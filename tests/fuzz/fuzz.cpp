@@ -210,21 +210,13 @@ struct Rows {
   ZipcclLiterals in(const Case& c, uint8_t* words) const { return {words, c.numel, width, head, literal.data(), literal.size()}; }
 };
 
-std::string rounded_payload(const Case& c, const Exact& words) {
-  Exact out(bound(c), below(16));
-  ZipcclSegment segment = {words.data, c.numel, out.data, 0};
-  uint64_t untrimmed = 0;
-  zipccl_encode_rounded(&segment, 1, c.dtype, c.kept, c.block, &untrimmed, 1);
-  return std::string(reinterpret_cast<char*>(out.data), segment.bytes);
-}
-
 // The literals of `words` as a payload, the same as that of a copy of them; then damaged payloads, of which no byte reaches another word.
 void rows_everywhere(const Case& c, const std::vector<const char*>& levels, const Exact& words) {
   const Rows rows(c);
   Exact copy(rows.inner.numel * c.item(), below(16));
   for (uint64_t i = 0, at = 0; i < c.numel; ++i)
     if (rows.kept[i]) memcpy(copy.data + c.item() * at++, words.data + c.item() * i, c.item());
-  const std::string payload = c.code == 3 ? rounded_payload(rows.inner, copy) : encode_everywhere(rows.inner, levels, copy, copy);
+  const std::string payload = encode_everywhere(rows.inner, levels, copy, copy);
   for (const char* level : levels) {
     zipccl_force_level(level);
     Exact out(bound(rows.inner), below(16));

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TypeVar
 
 from ds_zipccl.kernels import build
 
@@ -24,6 +25,17 @@ SECONDS = 1500
 KEEP_SECONDS = 30 * 24 * 3600
 #: Text in a source file, and the text that replaces it.
 Change = tuple[str, str]
+Found = TypeVar("Found")
+
+
+def or_skip(make: Callable[[], Found]) -> Found:
+    """What ``make`` returns; the test is skipped, with the reason, where that cannot be built."""
+    import pytest
+
+    try:
+        return make()
+    except build.BuildError as error:
+        pytest.skip(str(error))
 
 
 def kept(name: str, parts: Iterable[str | bytes], make: Callable[[Path], None]) -> Path:

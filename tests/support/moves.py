@@ -166,19 +166,12 @@ def colliding(numel: int = 128) -> tuple[torch.Tensor, torch.Tensor]:
 
     The low halves of two words make half 0 blind for their high halves. The high halves then change so that the products of half 1 do not.
     """
-    step, mask, low = 0x9E3779B97F4A7C15, (1 << 64) - 1, (1 << 32) - 1
-
-    def key(j: int) -> int:
-        z = (j + 1) * step & mask
-        z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9 & mask
-        z = (z ^ z >> 27) * 0x94D049BB133111EB & mask
-        return z ^ z >> 31
-
-    lows = [-key(i) & low for i in (0, 1)]
-    factors = [lows[i] + key(128 + i) & low for i in (0, 1)]
+    keys, low = corpus.hashes(130, 0).tolist(), (1 << 32) - 1
+    lows = [-keys[i] & low for i in (0, 1)]
+    factors = [lows[i] + keys[128 + i] & low for i in (0, 1)]
     made = []
     for highs in ((0, factors[0]), (factors[1], 0)):
-        words = [lows[i] | ((highs[i] - (key(128 + i) >> 32)) & low) << 32 for i in (0, 1)]
+        words = [lows[i] | ((highs[i] - (keys[128 + i] >> 32)) & low) << 32 for i in (0, 1)]
         signed = [word - (word >> 63 << 64) for word in words]
         made.append(torch.tensor(signed + list(range(2, numel))))
     return made[0], made[1]

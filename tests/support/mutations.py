@@ -129,12 +129,12 @@ def _few_changes(tensor: torch.Tensor, kind: corpus.Float, seed: int) -> torch.T
 
 # --- ways to damage them
 
-Mutate = Callable[[random.Random, Base], bytearray | None]
+Mutate = Callable[[random.Random, Base, bytearray], bytearray | None]
 
 
 @dataclass(frozen=True)
 class Kind:
-    """A way to damage a frame. ``mutate`` gives None where it does not apply to the frame, or would not change it.
+    """A way to damage a frame. ``mutate`` gets a copy, and gives None where it does not apply to the frame, or would not change it.
 
     Without a checksum the answer is one of ``codes``, or, where ``may_pass``, the frame is another valid one.
     """
@@ -166,8 +166,7 @@ def _other(rng: random.Random, value: int, limit: int) -> int:
     return (value + rng.randrange(1, limit)) % limit
 
 
-def _set_byte(rng: random.Random, base: Base, at: int) -> bytearray:
-    frame = bytearray(base.frame)
+def _set_byte(rng: random.Random, frame: bytearray, at: int) -> bytearray:
     frame[at] = _other(rng, frame[at], 256)
     return frame
 
@@ -192,106 +191,86 @@ def _entry(rng: random.Random, base: Base) -> int | None:
 
 
 @_kind(TRUNCATED)
-def cut(rng: random.Random, base: Base) -> bytearray:
-    return bytearray(base.frame[: rng.randrange(len(base.frame))])
+def cut(rng: random.Random, base: Base, frame: bytearray) -> bytearray:
+    return frame[: rng.randrange(len(frame))]
 
 
 @_kind(TRUNCATED, SIZE, INDEX, BLOCK, may_pass=True)
-def cut_and_say_so(rng: random.Random, base: Base) -> bytearray | None:
+def cut_and_say_so(rng: random.Random, base: Base, frame: bytearray) -> bytearray | None:
     """Passes where zeros are cut from the end of a LIST, or all of the only chunk, which is SAME then."""
-    size = rng.randrange(len(base.frame))
-    return _set_size(bytearray(base.frame[:size]), size) if size >= 32 else None
+    size = rng.randrange(len(frame))
+    return _set_size(frame[:size], size) if size >= 32 else None
 
 
 @_kind(SIZE, INDEX, BLOCK, may_pass=True)
-def extend(rng: random.Random, base: Base) -> bytearray:
+def extend(rng: random.Random, base: Base, frame: bytearray) -> bytearray:
     """Passes where zeros follow a LIST, or make the table of a SAME chunk."""
     more = rng.choice((1, 16, rng.randrange(1, 400)))
-    frame = bytearray(base.frame) + rng.choice((bytes(more), rng.randbytes(more)))
+    frame += rng.choice((bytes(more), rng.randbytes(more)))
     return _set_size(frame, len(frame))
 
 
 @_kind(TRUNCATED, SIZE, INDEX, BLOCK, may_pass=True)
-def wrong_frame_bytes(rng: random.Random, base: Base) -> bytearray | None:
+def wrong_frame_bytes(rng: random.Random, base: Base, frame: bytearray) -> bytearray | None:
     """Passes as cut_and_say_so."""
     size = rng.choice((rng.randrange(len(base.frame)), rng.getrandbits(64), 1 << rng.randrange(64), (1 << 64) - 1))
-    frame = bytearray(base.frame) + rng.randbytes(rng.randrange(100))
+    frame += rng.randbytes(rng.randrange(100))
     return _set_size(frame, size) if size != len(base.frame) else None
 
 
 @_kind(*ANY)
-def noise(rng: random.Random, base: Base) -> bytearray:
+def noise(rng: random.Random, base: Base, frame: bytearray) -> bytearray:
     return bytearray(rng.randbytes(rng.randrange(300)))
 
 
 @_kind(*ANY, may_pass=True)
-def noise_behind_a_good_header(rng: random.Random, base: Base) -> bytearray:
-    at = rng.choice((base.payload_at, min(len(base.frame), base.payload_at + 16)))
-    return bytearray(base.frame[:at]) + rng.randbytes(len(base.frame) - at)
+def noise_behind_a_good_header(rng: random.Random, base: Base, frame: bytearray) -> bytearray:
+    at = rng.choice((base.payload_at, min(len(frame), base.payload_at + 16)))
+    return frame[:at] + rng.randbytes(len(frame) - at)
 
 
 # --- header
 
+#: Field of the header -> its bytes, limits for another value of one of them, codes, and whether the frame may pass.
+_FIELDS: dict[str, tuple[range, tuple[int, ...], set[FrameErrorCode], bool]] = {
+    "magic": (range(4), (256,), {MAGIC}, False),
+    "version": (range(4, 5), (256,), {VERSION}, False),
+    "dtype": (range(6, 7), (20,), {DTYPE, CODEC, SIZE, MISMATCH, BLOCK}, True),
+    "flags": (range(7, 8), (256,), {RESERVED, CHECKSUM, SHAPE, OVERFLOWED}, True),
+    "dimensions": (range(8, 9), (4, 256), {SHAPE, RESERVED, TRUNCATED, SIZE, INDEX, BLOCK}, True),
+    "block_log2": (range(9, 10), (13, 256), {RESERVED, SIZE, INDEX, BLOCK}, True),
+    "checksum_id_or_reserved": (range(10, 12), (256,), {RESERVED}, False),
+    "checksum": (range(12, 16), (256,), {RESERVED}, False),
+}
 
-@_kind(MAGIC)
-def magic(rng: random.Random, base: Base) -> bytearray:
-    return _set_byte(rng, base, rng.randrange(4))
+
+def _another_value(places: range, limits: tuple[int, ...]) -> Mutate:
+    def mutate(rng: random.Random, base: Base, frame: bytearray) -> bytearray:
+        at = rng.choice(places)
+        frame[at] = _other(rng, frame[at], rng.choice(limits))
+        return frame
+
+    return mutate
 
 
-@_kind(VERSION)
-def version(rng: random.Random, base: Base) -> bytearray:
-    return _set_byte(rng, base, 4)
+KINDS += [
+    Kind(name, _another_value(places, limits), frozenset(codes), may_pass)
+    for name, (places, limits, codes, may_pass) in _FIELDS.items()
+]
 
 
 @_kind(CODEC, RESERVED, SIZE, MISMATCH, INDEX, BLOCK, ROWS, may_pass=True)
-def codec(rng: random.Random, base: Base) -> bytearray | None:
+def codec(rng: random.Random, base: Base, frame: bytearray) -> bytearray | None:
     """Passes where a delta frame has no block that needs its base, or an exponent frame is taken for a delta frame. A codec that there is
     in a part of the cases."""
-    frame = _set_byte(rng, base, 5)
+    _set_byte(rng, frame, 5)
     if rng.random() < 0.3:
         frame[5] = _other(rng, base.frame[5], 10)
     return frame if frame[5] not in LOSSY else None
 
 
-@_kind(DTYPE, CODEC, SIZE, MISMATCH, BLOCK, may_pass=True)
-def dtype(rng: random.Random, base: Base) -> bytearray:
-    frame = bytearray(base.frame)
-    frame[6] = _other(rng, frame[6], 20)
-    return frame
-
-
-@_kind(RESERVED, CHECKSUM, SHAPE, OVERFLOWED, may_pass=True)
-def flags(rng: random.Random, base: Base) -> bytearray:
-    return _set_byte(rng, base, 7)
-
-
-@_kind(SHAPE, RESERVED, TRUNCATED, SIZE, INDEX, BLOCK, may_pass=True)
-def dimensions(rng: random.Random, base: Base) -> bytearray:
-    frame = bytearray(base.frame)
-    frame[8] = _other(rng, frame[8], rng.choice((4, 256)))
-    return frame
-
-
-@_kind(RESERVED, SIZE, INDEX, BLOCK, may_pass=True)
-def block_log2(rng: random.Random, base: Base) -> bytearray:
-    frame = bytearray(base.frame)
-    frame[9] = _other(rng, frame[9], rng.choice((13, 256)))
-    return frame
-
-
-@_kind(RESERVED)
-def checksum_id_or_reserved(rng: random.Random, base: Base) -> bytearray:
-    return _set_byte(rng, base, rng.randrange(10, 12))
-
-
-@_kind(RESERVED)
-def checksum(rng: random.Random, base: Base) -> bytearray:
-    return _set_byte(rng, base, rng.randrange(12, 16))
-
-
 @_kind(SHAPE, SIZE, INDEX, BLOCK, MISMATCH, may_pass=True)
-def numel(rng: random.Random, base: Base) -> bytearray:
-    frame = bytearray(base.frame)
+def numel(rng: random.Random, base: Base, frame: bytearray) -> bytearray:
     near = max(0, base.numel + rng.randrange(-70, 70))
     value = rng.choice((near, near * base.block, rng.getrandbits(64), 1 << rng.randrange(64), (1 << 64) - 1))
     struct.pack_into("<Q", frame, 16, value % (1 << 64))
@@ -299,30 +278,28 @@ def numel(rng: random.Random, base: Base) -> bytearray:
 
 
 @_kind(SHAPE, may_pass=True)
-def sizes(rng: random.Random, base: Base) -> bytearray | None:
+def sizes(rng: random.Random, base: Base, frame: bytearray) -> bytearray | None:
     """Passes where numel is 0 and stays the product."""
     if base.payload_at == 32:
         return None
-    frame = bytearray(base.frame)
     value = rng.choice((rng.randrange(100), rng.getrandbits(64), 1 << rng.randrange(64), (1 << 64) - 1))
     struct.pack_into("<Q", frame, 32 + 8 * rng.randrange(frame[8]), value)
     return frame
 
 
 @_kind(RESERVED)
-def padding_of_the_shape(rng: random.Random, base: Base) -> bytearray | None:
+def padding_of_the_shape(rng: random.Random, base: Base, frame: bytearray) -> bytearray | None:
     at = 32 + 8 * base.frame[8]
-    return _set_byte(rng, base, rng.randrange(at, base.payload_at)) if base.payload_at > at else None
+    return _set_byte(rng, frame, rng.randrange(at, base.payload_at)) if base.payload_at > at else None
 
 
 # --- payload
 
 
 @_kind(INDEX, BLOCK)
-def chunk_offset(rng: random.Random, base: Base) -> bytearray | None:
+def chunk_offset(rng: random.Random, base: Base, frame: bytearray) -> bytearray | None:
     if not base.chunks:
         return None
-    frame = bytearray(base.frame)
     at = base.payload_at + 4 * rng.randrange(base.chunks)
     value = struct.unpack_from("<I", frame, at)[0]
     value = rng.choice((value + rng.choice((-2, -1, 1, 2)), rng.getrandbits(32), 1 << rng.randrange(32), (1 << 32) - 1))
@@ -331,34 +308,28 @@ def chunk_offset(rng: random.Random, base: Base) -> bytearray | None:
 
 
 @_kind(BLOCK)
-def unknown_mode(rng: random.Random, base: Base) -> bytearray | None:
-    at = _entry(rng, base)
-    if at is None:
+def unknown_mode(rng: random.Random, base: Base, frame: bytearray) -> bytearray | None:
+    if (at := _entry(rng, base)) is None:
         return None
-    frame = bytearray(base.frame)
     unknown = (5, 6, 7) if base.base is None else (2, 3, 4, 6, 7) if base.bytewise else (6, 7)
     frame[at + 1] = frame[at + 1] & 0x1F | rng.choice(unknown) << 5
     return frame
 
 
 @_kind(BLOCK, may_pass=True)
-def another_mode(rng: random.Random, base: Base) -> bytearray | None:
+def another_mode(rng: random.Random, base: Base, frame: bytearray) -> bytearray | None:
     """Passes only where a short block means something in both modes."""
-    at = _entry(rng, base)
-    if at is None:
+    if (at := _entry(rng, base)) is None:
         return None
-    frame = bytearray(base.frame)
     frame[at + 1] = frame[at + 1] & 0x1F | ((frame[at + 1] >> 5) + rng.randrange(1, 5)) % 5 << 5
     return frame
 
 
 @_kind(BLOCK, may_pass=True)
-def tail_bytes(rng: random.Random, base: Base) -> bytearray | None:
+def tail_bytes(rng: random.Random, base: Base, frame: bytearray) -> bytearray | None:
     """Passes only where a FILL of zeros becomes a FILL of a word."""
-    at = _entry(rng, base)
-    if at is None:
+    if (at := _entry(rng, base)) is None:
         return None
-    frame = bytearray(base.frame)
     entry = struct.unpack_from("<H", frame, at)[0]
     tail = rng.choice((entry + rng.choice((-2, -1, 1, 2, 4)), rng.getrandbits(13), 8191)) & 8191
     struct.pack_into("<H", frame, at, entry & 0xE000 | tail)
@@ -366,40 +337,37 @@ def tail_bytes(rng: random.Random, base: Base) -> bytearray | None:
 
 
 @_kind(BLOCK)
-def tail_bytes_of_a_coded_block(rng: random.Random, base: Base) -> bytearray | None:
+def tail_bytes_of_a_coded_block(rng: random.Random, base: Base, frame: bytearray) -> bytearray | None:
     """The contents say how long a coded tail is, so a table that says otherwise is always refused."""
-    at = _entry(rng, base)
-    if at is None:
+    if (at := _entry(rng, base)) is None:
         return None
     if base.frame[at + 1] >> 5 == 0 or base.frame[at : at + 2] == b"\0\xa0":  # FILL, or a CHANGE that changes nothing
         return None
-    frame = bytearray(base.frame)
     entry = struct.unpack_from("<H", frame, at)[0]
     struct.pack_into("<H", frame, at, entry & 0xE000 | (entry + rng.choice((-3, -2, -1, 1, 2, 3))) & 8191)
     return frame
 
 
 @_kind(BLOCK, may_pass=True)
-def top(rng: random.Random, base: Base) -> bytearray | None:
+def top(rng: random.Random, base: Base, frame: bytearray) -> bytearray | None:
     place = _block(rng, base)
-    return _set_byte(rng, base, place[0] + place[2]) if place else None
+    return _set_byte(rng, frame, place[0] + place[2]) if place else None
 
 
 @_kind(BLOCK, may_pass=True)
-def trim(rng: random.Random, base: Base) -> bytearray | None:
+def trim(rng: random.Random, base: Base, frame: bytearray) -> bytearray | None:
     place = _block(rng, base)
     if place is None or not (base.tensor.dtype == torch.float32 or base.frame[5] == CodecId.ROUNDED):
         return None
     table, blocks, b = place
-    return _set_byte(rng, base, table + 3 * blocks + b)
+    return _set_byte(rng, frame, table + 3 * blocks + b)
 
 
 @_kind(INDEX, BLOCK, may_pass=True)
-def another_form(rng: random.Random, base: Base) -> bytearray | None:
+def another_form(rng: random.Random, base: Base, frame: bytearray) -> bytearray | None:
     """Passes in the rare case that a table is a LIST too, or the other way round."""
     if not base.chunks:
         return None
-    frame = bytearray(base.frame)
     frame[base.payload_at + 4 * rng.randrange(base.chunks) + 3] ^= 0x80
     return frame
 
@@ -414,14 +382,14 @@ def _list(rng: random.Random, base: Base) -> tuple[int, int, int] | None:
 
 
 @_kind(BLOCK, may_pass=True)
-def head_of_a_list(rng: random.Random, base: Base) -> bytearray | None:
+def head_of_a_list(rng: random.Random, base: Base, frame: bytearray) -> bytearray | None:
     """Passes where another m or r gives other places."""
     place = _list(rng, base)
-    return _set_byte(rng, base, rng.randrange(*place[:2])) if place else None
+    return _set_byte(rng, frame, rng.randrange(*place[:2])) if place else None
 
 
 @_kind(BLOCK)
-def ones_of_a_list(rng: random.Random, base: Base) -> bytearray | None:
+def ones_of_a_list(rng: random.Random, base: Base, frame: bytearray) -> bytearray | None:
     """A one more or less behind the fixed part, in the padding too: a LIST has as many as its levels have words."""
     place = _list(rng, base)
     if place is None:
@@ -431,20 +399,18 @@ def ones_of_a_list(rng: random.Random, base: Base) -> bytearray | None:
     escapes = sets[5][0] if len(sets) == 6 else 0
     item = 1 if base.bytewise else base.tensor.dtype.itemsize
     rest = 8 * (at + escapes * item) + sum(m * r for m, r in sets) + sets[0][0]
-    frame = bytearray(base.frame)
     bit = rng.randrange(rest, 8 * end)
     frame[bit // 8] ^= 1 << bit % 8
     return frame
 
 
 @_kind(BLOCK, may_pass=True)
-def bits_of_a_list(rng: random.Random, base: Base) -> bytearray | None:
+def bits_of_a_list(rng: random.Random, base: Base, frame: bytearray) -> bytearray | None:
     """Passes where bits move inside ``low``, ``sign`` and ``rest``, and no place leaves its set."""
     place = _list(rng, base)
     if place is None:
         return None
     _, at, end = place
-    frame = bytearray(base.frame)
     one, other = (rng.randrange(at, end) for _ in range(2))
     frame[one], frame[other] = frame[other], frame[one]
     return frame
@@ -454,16 +420,14 @@ def bits_of_a_list(rng: random.Random, base: Base) -> bytearray | None:
 
 
 @_kind(*ANY, may_pass=True)
-def flip(rng: random.Random, base: Base) -> bytearray:
-    frame = bytearray(base.frame)
+def flip(rng: random.Random, base: Base, frame: bytearray) -> bytearray:
     for bit in rng.sample(range(8 * len(frame)), rng.choice((1, 1, 2, 8))):
         frame[bit // 8] ^= 1 << bit % 8
     return frame
 
 
 @_kind(*ANY, may_pass=True)
-def random_bytes(rng: random.Random, base: Base) -> bytearray:
-    frame = bytearray(base.frame)
+def random_bytes(rng: random.Random, base: Base, frame: bytearray) -> bytearray:
     at = rng.randrange(len(frame))
     end = min(len(frame), at + rng.randrange(1, 40))
     frame[at:end] = rng.choice((rng.randbytes(end - at), bytes(end - at), b"\xff" * (end - at)))
@@ -471,15 +435,14 @@ def random_bytes(rng: random.Random, base: Base) -> bytearray:
 
 
 @_kind(*PAYLOAD, may_pass=True)
-def flip_in_the_payload(rng: random.Random, base: Base) -> bytearray | None:
+def flip_in_the_payload(rng: random.Random, base: Base, frame: bytearray) -> bytearray | None:
     if len(base.frame) == base.payload_at:
         return None
-    return _set_byte(rng, base, rng.randrange(base.payload_at, len(base.frame)))
+    return _set_byte(rng, frame, rng.randrange(base.payload_at, len(base.frame)))
 
 
 @_kind(*ANY, may_pass=True)
-def move_bytes(rng: random.Random, base: Base) -> bytearray:
-    frame = bytearray(base.frame)
+def move_bytes(rng: random.Random, base: Base, frame: bytearray) -> bytearray:
     length = rng.randrange(1, 64)
     source, target = rng.randrange(len(frame)), rng.randrange(len(frame))
     piece = frame[source : source + length][: len(frame) - target]
@@ -488,7 +451,7 @@ def move_bytes(rng: random.Random, base: Base) -> bytearray:
 
 
 @_kind(*ANY, may_pass=True)
-def lose_bytes(rng: random.Random, base: Base) -> bytearray:
+def lose_bytes(rng: random.Random, base: Base, frame: bytearray) -> bytearray:
     """Bytes missing from the middle, the frame filled up behind."""
     at, length = rng.randrange(len(base.frame)), rng.choice((1, 2, 16, rng.randrange(1, 100)))
     frame = bytearray(base.frame[:at] + base.frame[at + length :])
@@ -499,7 +462,7 @@ def damaged(rng: random.Random, base: Base) -> tuple[Kind, bytearray]:
     """The frame damaged in a random way, truly different from the good one."""
     while True:
         kind = rng.choice(KINDS)
-        frame = kind.mutate(rng, base)
+        frame = kind.mutate(rng, base, bytearray(base.frame))
         foreign = frame is not None and len(frame) > 5 and frame[5] in LOSSY and frame[5] != base.frame[5]
         if frame is not None and not foreign and frame[: len(base.frame)] != base.frame:
             return kind, frame

@@ -64,6 +64,13 @@ def drawn(count: int, pool: int, seed: int) -> tuple[np.ndarray, torch.Tensor]:
     return chosen, torch.tensor([first.setdefault(int(row), at) for at, row in enumerate(chosen)], dtype=torch.int32)
 
 
+def first_of_equals(data: np.ndarray, row_bytes: int) -> list[int]:
+    """For each row of bytes the number of the first equal one."""
+    first: dict[bytes, int] = {}
+    rows = (data[at : at + row_bytes].tobytes() for at in range(0, len(data) - row_bytes + 1, row_bytes))
+    return [first.setdefault(row, number) for number, row in enumerate(rows)]
+
+
 def repeated(dtype: torch.dtype, width: int, count: int, pool: int, seed: int) -> torch.Tensor:
     """A segment of rows drawn from a pool of rows of every texture, with a tail."""
     kind = {kind.dtype: kind for kind in corpus.FLOATS.values()}.get(dtype, corpus.E5M2)
