@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from sim import mistakes, world
 from sim.scheduler import Fault
-from sim.tensor import DeviceTensor, PinnedTensor
+from sim.tensor import Simulated
 from sim.world import ALL_MODES, Machine, Modes, Outcome, replacing
 
 from ds_zipccl import devices, kernels, tensors
@@ -51,7 +51,7 @@ def _installed(route: KernelBackend | None) -> Iterator[None]:
     traced = tensors.is_traced
 
     def is_traced(kind: type[torch.Tensor]) -> bool:
-        return traced(torch.Tensor if kind in (DeviceTensor, PinnedTensor) else kind)
+        return traced(torch.Tensor if issubclass(kind, Simulated) else kind)
 
     runtime = _Runtime()
     replaced = [

@@ -11,7 +11,7 @@ import torch
 
 from sim import memory, races
 from sim.scheduler import Op, Place, Queue, here
-from sim.tensor import DeviceTensor, PinnedTensor
+from sim.tensor import DeviceTensor, Simulated
 
 #: Operations that a host may be ahead of the device before a launch blocks. CUDA documents no number; programs report about 1024.
 LAUNCH_QUEUE = 1024
@@ -320,5 +320,5 @@ def kernel(
 
 def memory_of(tensor: torch.Tensor) -> torch.Tensor:
     """Return the CPU tensor behind a tensor of the GPU or of pinned memory."""
-    assert isinstance(tensor, (DeviceTensor, PinnedTensor)), type(tensor)
+    assert isinstance(tensor, Simulated), type(tensor)
     return tensor.inner

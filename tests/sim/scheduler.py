@@ -248,23 +248,19 @@ class Scheduler:
                 self._move(moves)
             elif hosts:
                 return self.random.choice(hosts)
-            elif all(host.ended for host in self.hosts) and (self._patient or not self._working()):
+            elif all(host.ended for host in self.hosts) and (self._patient or not self._heads()):
                 return None
             elif self._patient and (polling := [host for host in self.hosts if host.polls]):
                 return self.random.choice(polling)
             else:
                 self.fail(Fault("deadlock", "no host and no stream can move\n" + self._graph()))
 
-    def _working(self) -> bool:
-        return any(queue.ops for queues in self.queues for queue in queues)
+    def _heads(self) -> list[Op]:
+        """Return the first operation of each stream that has any."""
+        return [queue.ops[0] for queues in self.queues for queue in queues if queue.ops]
 
     def _moves(self) -> list[Op]:
-        found = []
-        for queues in self.queues:
-            for queue in queues:
-                if queue.ops and self._hindrance(queue.ops[0]) is None:
-                    found.append(queue.ops[0])
-        return found
+        return [op for op in self._heads() if self._hindrance(op) is None]
 
     def _hindrance(self, op: Op) -> str | None:
         """Return why the head of a stream cannot move; None if it can."""
@@ -324,9 +320,7 @@ class Scheduler:
                 lines.append(f"  host of rank {host.rank}: its program has ended")
             elif host.waiting:
                 lines.append(f"  host of rank {host.rank}: waits for {host.waiting[1]} at {host.waiting[2]}")
-        for queues in self.queues:
-            for queue in queues:
-                if queue.ops:
-                    op = queue.ops[0]
-                    lines.append(f"  {queue}: {op} {self._hindrance(op)} ({len(queue.ops) - 1} operations behind)")
+        for op in self._heads():
+            behind = len(op.stream.ops) - 1  # type: ignore[union-attr]
+            lines.append(f"  {op.stream}: {op} {self._hindrance(op)} ({behind} operations behind)")
         return "\n".join(lines)

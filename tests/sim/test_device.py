@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from sim import device, memory, streams, world
 from sim.device import kernel
-from sim.mistakes import faulty, filled, mistake
+from sim.mistakes import Mistakes, faulty, filled, mistake, shown
 from sim.scheduler import Fault
 
 # --- tensors
@@ -114,7 +114,7 @@ def test_record_stream() -> None:
 
 # --- mistakes
 
-MISTAKES: dict[Callable[..., Any], tuple[str, ...]] = {}
+MISTAKES: Mistakes = {}
 
 
 @mistake(MISTAKES, "race", "made", "multiplied")
@@ -206,11 +206,7 @@ def never_reached(rank: int, ranks: int) -> None:
             pass
 
 
-@pytest.mark.parametrize("program", MISTAKES, ids=lambda program: program.__name__)
-def test_mistakes(program: Callable[..., Any]) -> None:
-    faulty(MISTAKES[program], program, 2)
-
-
+@mistake(MISTAKES, "undeclared", "undeclared", "other memory", modes=world.Modes(declared=True))
 def undeclared(rank: int, ranks: int) -> None:
     """A kernel that writes a tensor which it names as one that it reads."""
     words, other = filled(rank, 8, 1), filled(rank, 8, 2)  # <other memory>
@@ -219,11 +215,6 @@ def undeclared(rank: int, ranks: int) -> None:
         reads[0][3] = writes[0][3] = 5
 
     kernel("both", both, [other], [words])  # <undeclared>
-
-
-def test_kernels_write_what_they_name() -> None:
-    world.run(undeclared, 1)
-    faulty(("undeclared", "undeclared", "other memory"), undeclared, 1, modes=world.Modes(declared=True))
 
 
 def stuck(rank: int, ranks: int) -> None:
@@ -297,7 +288,9 @@ def test_lazy_loading() -> None:
     assert "to load codec at its first launch" in said, said
 
 
+@mistake(MISTAKES, "deadlock", "waits first", "sets second", modes=world.Modes(one_queue=True))
 def flag_set_later(rank: int, ranks: int) -> None:
+    """A wait for work that is submitted later."""
     flag = streams.Flag()
     flag.wait()  # <waits first>
     with torch.cuda.stream(torch.cuda.Stream()):
@@ -305,27 +298,15 @@ def flag_set_later(rank: int, ranks: int) -> None:
     torch.cuda.synchronize()
 
 
-def test_one_hardware_queue() -> None:
-    """A wait for work that is submitted later is a deadlock behind one queue, and only there."""
-    for seed in range(6):
-        world.run(flag_set_later, 1, seed=seed)
-    faulty(("deadlock", "waits first", "sets second"), flag_set_later, 1, modes=world.Modes(one_queue=True))
-
-
+@mistake(MISTAKES, "deadlock", "holds", "held up", modes=world.Modes(busy=True))
 def kernel_beside_a_spin(rank: int, ranks: int) -> None:
+    """A kernel that is needed while another one spins, without room on the device."""
     flag = streams.Flag()
     flag.spin()  # <holds>
     with torch.cuda.stream(torch.cuda.Stream()):
         kernel("needed", lambda reads, writes: None, [], [])  # <held up>
         torch.cuda.current_stream().synchronize()
     flag.set()
-
-
-def test_busy_multiprocessors() -> None:
-    """A kernel that is needed while another one spins: right with room on the device, a deadlock without."""
-    for seed in range(6):
-        world.run(kernel_beside_a_spin, 1, seed=seed)
-    faulty(("deadlock", "holds", "held up"), kernel_beside_a_spin, 1, modes=world.Modes(busy=True))
 
 
 def two_groups_connect(rank: int, ranks: int) -> None:
@@ -336,6 +317,7 @@ def two_groups_connect(rank: int, ranks: int) -> None:
         dist.distributed_c10d._get_default_store().set("go", "1")
 
 
+@mistake(MISTAKES, "deadlock", "first exchange", "waits for go", modes=world.Modes(connect=True))
 def host_of_other_rank(rank: int, ranks: int) -> None:
     value = filled(rank, 8, 1)
     store = dist.distributed_c10d._get_default_store()
@@ -347,11 +329,9 @@ def host_of_other_rank(rank: int, ranks: int) -> None:
         dist.all_reduce(value)
 
 
-def test_first_exchange_blocks_hosts() -> None:
+def test_first_exchanges_of_two_groups() -> None:
     for seed in range(6):
-        world.run(host_of_other_rank, 2, seed=seed)
         world.run(two_groups_connect, 2, seed=seed, modes=world.Modes(connect=True))
-    faulty(("deadlock", "first exchange", "waits for go"), host_of_other_rank, 2, modes=world.Modes(connect=True))
 
 
 def graph(rank: int, ranks: int) -> list[float]:
@@ -384,3 +364,8 @@ def graph_of_a_collective(rank: int, ranks: int) -> list[float]:
 def test_graphs_of_collectives() -> None:
     for seed in range(5):
         assert world.run(graph_of_a_collective, 2, seed=seed).values == [[4, 4], [5, 5]]
+
+
+@pytest.mark.parametrize("program", MISTAKES, ids=lambda program: program.__name__)
+def test_mistakes(program: Callable[..., Any]) -> None:
+    shown(MISTAKES, program)
