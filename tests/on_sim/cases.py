@@ -66,10 +66,13 @@ def values(rank: int, numel: int, seed: int) -> torch.Tensor:
     return torch.randn(numel, generator=torch.Generator().manual_seed(100 * seed + rank)).bfloat16()
 
 
-def prepared(case: str, rank: int, ranks: int, numel: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """This rank's input, on the host, and the output wanted."""
+def prepared(
+    case: str, rank: int, ranks: int, numel: int = 3000, seed: int = 0
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The input of a group rank, an output of zeros, and the output wanted, on the host."""
     inputs = [values(peer, CASES[case].given(peer, ranks, numel), seed) for peer in range(ranks)]
-    return inputs[rank], CASES[case].wanted(rank, inputs)
+    wanted, device = CASES[case].wanted(rank, inputs), f"cuda:{mine().rank}"
+    return inputs[rank].to(device), torch.zeros_like(wanted, device=device), wanted
 
 
 def once(
@@ -83,9 +86,7 @@ def once(
     **settings: Any,
 ) -> torch.Tensor:
     """One call with the right result."""
-    host, wanted = prepared(case, rank, ranks, numel, seed)
-    given = host.to(f"cuda:{mine().rank}")
-    output = torch.empty(len(wanted), dtype=given.dtype, device=given.device)
+    given, output, wanted = prepared(case, rank, ranks, numel, seed)
     moves.wait(CASES[case].call(moves.coded(**CODED, **settings), output, given, group, later))
     corpus.assert_same_bits(output.cpu(), wanted)
     return output

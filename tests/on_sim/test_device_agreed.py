@@ -165,7 +165,6 @@ def test_steps(route: CudaBackend, monkeypatch: pytest.MonkeyPatch, ranks: int, 
     if pieces:
         in_pieces(monkeypatch)
     for seed, modes in list(enumerate(world.ALL_MODES))[:: 3 if pieces and not autocast else 1]:
-        counters.reset()
         dtype = torch.float32 if autocast else (torch.bfloat16, torch.float32, torch.float16)[seed % 3]
         gathered = torch.bfloat16 if autocast else None
         world.run(steps, ranks, seed, dtype, gathered, seed=seed, modes=modes, route=route)
@@ -185,7 +184,6 @@ def late(rank: int, ranks: int, seed: int) -> None:
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.full(reason="slower"))])
 def test_the_first_gathers_agree(route: CudaBackend, ranks: int) -> None:
     for seed, modes in enumerate(world.ALL_MODES):
-        counters.reset()
         world.run(late, ranks, seed, seed=seed, modes=modes, route=route)
         (row,) = counters.rows()
         assert row["host_waits"] == 2 * ranks, "the first gather, and that of the last parameter of coded frames"

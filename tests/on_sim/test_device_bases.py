@@ -62,7 +62,6 @@ def test_steps(route: CudaBackend, monkeypatch: pytest.MonkeyPatch, ranks: int, 
         in_pieces(monkeypatch)
     modes = list(enumerate(world.ALL_MODES))
     for seed, mode in {2: modes[-1:], 3: modes[:4], 4: modes[4:]}[ranks]:
-        counters.reset()
         dtype = (torch.bfloat16, torch.float32, torch.float16)[seed % 3]
         world.run(steps, ranks, seed, dtype, kind, seed=seed, modes=mode, route=route)
         row = gathers()
@@ -122,7 +121,6 @@ def test_nothing_is_sent_twice(route: CudaBackend) -> None:
             for numbers in gathering:
                 assert all(model.gather(numbers)())
 
-        counters.reset()
         world.run(program, 2, route=route)
         return int(gathers()["wire_bytes"])
 
@@ -151,7 +149,6 @@ def _bit(model: Based) -> None:
 
 def test_a_base_that_differs(route: CudaBackend) -> None:
     """One bit of one rank's base: that parameter goes in full on all ranks, once."""
-    counters.reset()
     world.run(broken, 2, _bit, route=route)
     assert gathers()["differences"] == {FULL: 2 * 4, OTHER: 2, "": 2 * (4 * 4 - 5)}
 

@@ -55,7 +55,6 @@ def counted(
     ranks: int, seed: int, mode: world.Modes, route: CudaBackend, program: Callable[..., Any]
 ) -> dict[str, Any]:
     """Run a program, and return the counts of its gathers."""
-    counters.reset()
     world.run(program, ranks, seed=seed, modes=mode, route=route)
     (row,) = counters.rows()
     assert not row["passed"] and row["host_waits"] == row["calls"], "one wait of the host a gather"

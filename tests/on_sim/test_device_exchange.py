@@ -61,7 +61,6 @@ def test_every_way_to_call(route: CudaBackend, op: str, ranks: int, nodes: Any, 
     """On a machine with every property, and on one that watches what kernels write. Random programs have the others."""
     sizes = (0, 7, 9001) if op == "all_gather" else (0, 1, 7, 9001)
     for seed, modes in enumerate((world.ALL_MODES[-1], world.Modes(declared=True))[: 1 if nodes else 2]):
-        counters.reset()
         world.run(every_way, ranks, op, sizes, nodes, settings, seed=seed + 10 * ranks, modes=modes, route=route)
         rows = counters.rows()
         assert sum(row["calls"] for row in rows) == 2 * ranks * len(sizes) * len(moves.MOVES[op]), rows
@@ -154,7 +153,6 @@ def lone(rank: int, ranks: int, calls: Sequence[tuple[int, bool]], noise: bool, 
 
 def test_auto(route: CudaBackend) -> None:
     """Coded where three agreements are saved; otherwise one call in 32 of those of which ranks know nothing ahead."""
-    counters.reset()
     even, uneven = [(2048, True)] * 2, [(2048, False)] * 34
     plain = world.run(lone, 2, [*even, *uneven], False, False, route=route)
     assert plain.values == [[False] * 2 + [True] + [False] * 31 + [True, False]] * 2

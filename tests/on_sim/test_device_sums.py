@@ -136,20 +136,18 @@ NODES: dict[str, Nodes] = {
 def test_bits_are_those_of_the_documented_order(route: CudaBackend, name: str) -> None:
     nodes = NODES[name]
     ranks = sum(map(len, nodes))
-    counters.reset()
     cases = ((SIZES, world.ALL_MODES[-1]), (SIZES[-1:], world.Modes()), (SIZES[2:3], world.Modes(declared=True)))
     for seed, (sizes, modes) in enumerate(cases[: 3 if name == "2x2" else 1]):
         world.run(in_documented_order, ranks, nodes, sizes, ALWAYS, seed, seed=seed, modes=modes, route=route)
-    rows = counters.rows()
-    assert {row["op"] for row in rows} >= {"reduce_scatter", "all_reduce_coalesced", "reduce_to_owners"}
-    assert all(row["calls"] and not row["passed"] for row in rows)
+        rows = counters.rows()
+        assert {row["op"] for row in rows} >= {"reduce_scatter", "all_reduce_coalesced", "reduce_to_owners"}
+        assert all(row["calls"] and not row["passed"] for row in rows)
 
 
 @pytest.mark.parametrize("name", tiers.mostly_full(["2x2", "3x1"], ["2x2"], "the same code in one level"))
 def test_the_same_in_pieces(route: CudaBackend, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     pieces(monkeypatch)
     nodes = NODES[name]
-    counters.reset()
     world.run(in_documented_order, sum(map(len, nodes)), nodes, [2051], ALWAYS, modes=world.ALL_MODES[-1], route=route)
     (row,) = (row for row in counters.rows() if row["op"] == "reduce_scatter_tensor")
     assert row["host_waits"] == row["calls"] * (2 if name == "2x2" else 1)
@@ -166,7 +164,6 @@ def incompressible(rank: int, ranks: int, nodes: Nodes, texture: str) -> tuple[f
     exponents = 2 + corpus._below(size, 31 + rank, 200).astype(np.int64)
     mine = corpus.tensor(np.where(words == 0, 0, corpus.with_exponents(words, exponents, kind)).astype(kind.word), kind)
     out = torch.empty(size // ranks, device=f"cuda:{rank}")
-    counters.reset()
     comm.reduce_scatter_tensor(out, mine.to(out.device), config=ZipcclConfig(**ALWAYS))
     every = [torch.empty_like(mine).to(out.device) for _ in range(ranks)]
     dist.all_gather(every, mine.to(out.device))
@@ -228,7 +225,6 @@ def test_plain_sums_for_owners(route: CudaBackend, ranks: int, monkeypatch: pyte
     for in_pieces in (False, True):
         if in_pieces:
             pieces(monkeypatch)
-        counters.reset()
         sizes = (2051,) if in_pieces else (7, 2000, 2051)
         world.run(plain_owners, ranks, nodes_of(ranks, 1), sizes, modes=world.ALL_MODES[-1], route=route)
         (row,) = counters.rows()
@@ -436,7 +432,6 @@ def reasons(rank: int, ranks: int, nodes: Nodes, settings: dict[str, Any], devic
     ],
 )
 def test_what_is_summed_by_whom(route: CudaBackend, nodes: str, settings: Any, device_sums: str, coded: bool) -> None:
-    counters.reset()
     ranks = sum(map(len, NODES[nodes]))
     world.run(reasons, ranks, NODES[nodes], settings, device_sums, route=route)
     passed = {row["op"]: set(row["reasons"]) for row in counters.rows()}
