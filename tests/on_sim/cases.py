@@ -62,15 +62,24 @@ CASES = {
 every_case = pytest.mark.parametrize("case", CASES)
 
 
-def values(rank: int, numel: int, seed: int) -> torch.Tensor:
-    return torch.randn(numel, generator=torch.Generator().manual_seed(100 * seed + rank)).bfloat16()
+def weights(rank: int, numel: int, seed: int = 0, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    """Words of a trained weight: they shrink."""
+    generator = torch.Generator().manual_seed(1000 * seed + rank)
+    return (0.02 * torch.randn(numel, generator=generator)).to(dtype)
+
+
+def noise(rank: int, numel: int, seed: int = 0, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    """Words of any bits but those of NaN: they do not shrink."""
+    generator = torch.Generator().manual_seed(1000 * seed + rank)
+    words = torch.randint(-(1 << 15), 1 << 15, (numel,), generator=generator).to(torch.int16)
+    return torch.where((words & 0x7F80) == 0x7F80, words ^ 0x4000, words).view(dtype)
 
 
 def prepared(
     case: str, rank: int, ranks: int, numel: int = 3000, seed: int = 0
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The input of a group rank, an output of zeros, and the output wanted, on the host."""
-    inputs = [values(peer, CASES[case].given(peer, ranks, numel), seed) for peer in range(ranks)]
+    inputs = [weights(peer, CASES[case].given(peer, ranks, numel), seed) for peer in range(ranks)]
     wanted, device = CASES[case].wanted(rank, inputs), f"cuda:{mine().rank}"
     return inputs[rank].to(device), torch.zeros_like(wanted, device=device), wanted
 

@@ -23,6 +23,7 @@ from ds_zipccl.kernels.cuda.backend import CudaBackend
 from ds_zipccl.policy import wire
 from ds_zipccl.telemetry import counters
 from on_sim import world
+from on_sim.cases import noise, weights
 
 CONFIG = ZipcclConfig(enabled=True, mode="always", min_bytes=0, nccl="on", nccl_min_bytes=0)
 #: Elements of a rank's shard of each parameter: no element, raw ones, one frame, odd addresses.
@@ -110,19 +111,6 @@ def different(output: torch.Tensor, wanted: list[list[torch.Tensor]]) -> list[li
         [got for got, want in zip(part, shards, strict=True) if not same(got, want)]
         for part, shards in zip(parts, wanted, strict=True)
     ]
-
-
-def weights(rank: int, size: int, seed: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
-    """Words of a trained weight: they shrink."""
-    generator = torch.Generator().manual_seed(1000 * seed + rank)
-    return (0.02 * torch.randn(size, generator=generator)).to(dtype)
-
-
-def noise(rank: int, size: int, seed: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
-    """Words of any bits but those of NaN: they do not shrink."""
-    generator = torch.Generator().manual_seed(1000 * seed + rank)
-    words = torch.randint(-(1 << 15), 1 << 15, (size,), generator=generator).to(torch.int16)
-    return torch.where((words & 0x7F80) == 0x7F80, words ^ 0x4000, words).view(dtype)
 
 
 def same(one: torch.Tensor, other: torch.Tensor) -> bool:

@@ -31,7 +31,7 @@ from ds_zipccl.policy import wire
 from ds_zipccl.policy.admission import PassReason
 from ds_zipccl.telemetry import counters
 from on_sim import plants, world
-from on_sim.cases import bytes_sent
+from on_sim.cases import bytes_sent, weights
 
 pytestmark = pytest.mark.usefixtures("small_frames")
 ALWAYS: dict[str, Any] = {"enabled": True, "mode": "always", "min_bytes": 0, "nccl": "on", "nccl_min_bytes": 0}
@@ -309,7 +309,7 @@ def sent_between(
 ) -> dict[str, float]:
     levels.pretend(nodes)
     found = {}
-    mine = torch.randn(NUMEL, generator=torch.Generator().manual_seed(rank)).bfloat16().to(f"cuda:{rank}")
+    mine = weights(rank, NUMEL).to(f"cuda:{rank}")
     warm = mine[: 64 * ranks].clone()
     comm.all_reduce(warm, config=ZipcclConfig(**ALWAYS))
     for (kind, settings), name in itertools.product(some.items(), calls):
@@ -360,7 +360,7 @@ def test_one_level_sends_more_than_a_ring(route: CudaBackend, monkeypatch: pytes
 def bounded(rank: int, ranks: int) -> tuple[int, int]:
     levels.pretend(nodes_of(2, 2))
     config = ZipcclConfig(**{**ALWAYS, "staging_mib": 1})
-    mine = torch.randn(400_000, generator=torch.Generator().manual_seed(rank)).bfloat16().to(f"cuda:{rank}")
+    mine = weights(rank, 400_000).to(f"cuda:{rank}")
     out = mine.new_empty(100_000)
     peaks = []
     for _ in range(2):

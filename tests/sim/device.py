@@ -88,10 +88,6 @@ class Gpu:
     def scheduler(self) -> Any:
         return self.machine.scheduler
 
-    def is_mine(self) -> bool:
-        """Return whether the calling thread is this GPU's host."""
-        return self.machine.mine() is self
-
     def is_locked(self, tensor: torch.Tensor) -> bool:
         """Return whether the pages of a tensor in host memory are locked."""
         at = tensor.data_ptr()

@@ -76,46 +76,39 @@ def here() -> Place:
     return Place(tuple(frames))
 
 
+@dataclass(eq=False)
 class Op:
     """An operation in a stream."""
 
-    def __init__(
-        self,
-        kind: str,
-        label: str,
-        body: Callable[[], None],
-        ready: Callable[[], bool] | None = None,
-        why: Callable[[], str] | None = None,
-    ) -> None:
-        #: "kernel", "copy", "record", "wait" or "collective".
-        self.kind = kind
-        self.label = label
-        self.body = body
-        #: Returns whether the operation may end; None: at once.
-        self.ready = ready
-        #: Says what the operation waits for.
-        self.why = why
-        #: Collectives start, which takes the multiprocessors, before they end. Others start and end in one move.
-        self.can_start: Callable[[], bool] | None = None
-        self.begin: Callable[[], None] = lambda: None
-        self.started = self.done = False
-        #: Called when the operation has ended.
-        self.after: list[Callable[[], None]] = []
-        self.number = -1
-        self.place = Place(())
-        self.stream: Queue | None = None
+    #: "kernel", "copy", "record", "wait" or "collective".
+    kind: str
+    label: str
+    body: Callable[[], None]
+    #: Returns whether the operation may end; None: at once.
+    ready: Callable[[], bool] | None = None
+    #: Says what the operation waits for.
+    why: Callable[[], str] | None = None
+    #: Collectives start, which takes the multiprocessors, before they end. Others start and end in one move.
+    can_start: Callable[[], bool] | None = None
+    begin: Callable[[], None] = lambda: None
+    started: bool = False
+    done: bool = False
+    #: Called when the operation has ended.
+    after: list[Callable[[], None]] = field(default_factory=list)
+    place: Place = Place(())
+    stream: Queue | None = None
 
     def __str__(self) -> str:
         return f"{self.label} at {self.place}"
 
 
+@dataclass(eq=False)
 class Queue:
     """The operations of a stream that have not ended."""
 
-    def __init__(self, rank: int, name: str) -> None:
-        self.rank = rank
-        self.name = name
-        self.ops: deque[Op] = deque()
+    rank: int
+    name: str
+    ops: deque[Op] = field(default_factory=deque)
 
     def __str__(self) -> str:
         return f"stream {self.name} of rank {self.rank}"
@@ -170,7 +163,6 @@ class Scheduler:
         self.spinning: list[set[Op]] = [set() for _ in range(ranks)]
         #: Submitted operations of a rank that have not started, for one hardware queue.
         self._unstarted: list[deque[Op]] = [deque() for _ in range(ranks)]
-        self._submitted = 0
 
     # --- for hosts
 
@@ -184,8 +176,6 @@ class Scheduler:
     def submit(self, queue: Queue, op: Op) -> None:
         """Put an operation at the end of a stream."""
         op.stream, op.place = queue, here()
-        op.number = self._submitted
-        self._submitted += 1
         queue.ops.append(op)
         self._unstarted[queue.rank].append(op)
 

@@ -201,7 +201,7 @@ def _gpu(func: Any, found: list[torch.Tensor]) -> Any:
     """Return the GPU of the tensors, which is the calling rank's."""
     gpus = {tensor.gpu for tensor in found if isinstance(tensor, DeviceTensor)}
     gpu = gpus.pop()
-    if gpus or not gpu.is_mine():
+    if gpus or gpu.machine.mine() is not gpu:
         gpu.machine.fail("device", f"{func} at {here()} uses the memory of another rank's GPU")
     return gpu
 
