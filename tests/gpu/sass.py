@@ -354,12 +354,6 @@ class Operands:
 
         return write
 
-    def predicates_from(self, i: int) -> int:
-        """The place after the predicates that begin at ``i``."""
-        while i < len(self.texts) and is_predicate(self.texts[i]):
-            i += 1
-        return i
-
     def refuse(self, unknown: Any, why: str = "") -> None:
         """Raise UnknownInstruction if this form of the instruction is ``unknown``."""
         if unknown:

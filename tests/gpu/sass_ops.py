@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -124,9 +125,7 @@ def special(o: Operands) -> Step:
         "SR_LANEID": lambda w: lanes,
         "SR_LTMASK": lambda w: (ONE << lanes) - ONE,
         "SR_CTAID.X": lambda w: np.array([w.block.index], np.uint32),
-        "SR_CTAID.Y": lambda w: np.array([0], np.uint32),
-        "SR_CgaCtaId": lambda w: np.zeros(1, np.uint32),
-        "SRZ": lambda w: np.zeros(1, np.uint32),
+        **dict.fromkeys(("SR_CTAID.Y", "SR_CgaCtaId", "SRZ"), lambda w: np.zeros(1, np.uint32)),
         "SR_SWINHI": lambda w: np.array([SHARED_WINDOW], np.uint32),
     }
     o.refuse(name not in table or of_zeros != (name == "SRZ"))
@@ -253,14 +252,13 @@ def imad(o: Operands) -> Step:
     return lambda w, m: to(w, a(w) * b(w) + third(w), m)
 
 
-def added(o: Operands, terms: Iterable[Get]) -> Step:
+def added(o: Operands, terms: Sequence[Get]) -> Step:
     """The sum of terms and of the carries that enter it; the carries that leave it are the predicates behind the register."""
-    first = o.predicates_from(1)
-    carries, entering = [put(text) for text in o.texts[1:first]], o.texts[first:] if "X" in o.flags else []
-    terms, to = [*terms, *(predicate(text) for text in entering if is_predicate(text))], put(o.texts[0])
+    carries, to = [put(text) for text in itertools.takewhile(is_predicate, o.texts[1:])], put(o.texts[0])
+    entering = [predicate(text) for text in o.texts[1 + len(carries) :] if is_predicate(text) and "X" in o.flags]
 
     def step(w: Warp, m: Mask) -> None:
-        total = sum((u64(term(w)) for term in terms), np.zeros(1, np.uint64))
+        total = sum((u64(term(w)) for term in (*terms, *entering)), np.zeros(1, np.uint64))
         to(w, low(total), m)
         for i, carry in enumerate(carries):
             carry(w, total >> np.uint64(32) > i, m)

@@ -73,14 +73,14 @@ def a_gather(rank: int, ranks: int, api: Any, number: int) -> bool:
     inputs = [moves.filled(peer, NUMEL, kind, number).to(f"cuda:{rank}") for peer in range(ranks)]
     whole = torch.empty(NUMEL * ranks, dtype=inputs[0].dtype, device=f"cuda:{rank}")
     decided: list[bool] = []
-    api.all_gather_into_tensor(whole, inputs[rank], uncompressed_call=lambda: _plain(whole, inputs[rank], decided))
+
+    def plain() -> None:
+        decided.append(True)
+        dist.all_gather_into_tensor(whole, inputs[rank])
+
+    api.all_gather_into_tensor(whole, inputs[rank], uncompressed_call=plain)
     corpus.assert_same_bits(whole.cpu(), torch.cat([one.cpu() for one in inputs]))
     return not decided
-
-
-def _plain(whole: torch.Tensor, part: torch.Tensor, decided: list[bool]) -> None:
-    decided.append(True)
-    dist.all_gather_into_tensor(whole, part)
 
 
 class Engine:

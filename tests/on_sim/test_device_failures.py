@@ -7,7 +7,7 @@ import gc
 import time
 import weakref
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -323,6 +323,7 @@ def test_reports_are_bounded() -> None:
 
 
 def captured(rank: int, ranks: int, case: str) -> None:
+    """The plain collective is in the graph, and its replay sends what is in the tensors then."""
     values, output, wanted = prepared(case, rank, ranks)
     given, recorded = torch.zeros_like(values), streams.Graph()
     with recorded.capture():
@@ -330,13 +331,6 @@ def captured(rank: int, ranks: int, case: str) -> None:
     given.copy_(values)
     recorded.replay()
     corpus.assert_same_bits(output.cpu(), wanted)
-
-
-@every_case
-def test_capture(route: CudaBackend, case: str) -> None:
-    """The plain collective is in the graph, and its replay sends what is in the tensors then."""
-    world.run(captured, 2, case, route=route)
-    assert reasons() == {PassReason.CAPTURED.value: 2}
 
 
 def coalesced(rank: int, ranks: int, case: str) -> None:
@@ -351,9 +345,10 @@ def coalesced(rank: int, ranks: int, case: str) -> None:
 
 
 @every_case
-def test_coalescing_manager(route: CudaBackend, case: str) -> None:
-    world.run(coalesced, 2, case, route=route)
-    assert reasons() == {PassReason.COALESCED.value: 4}
+@pytest.mark.parametrize("program", [captured, coalesced], ids=lambda program: program.__name__)
+def test_moments_without_coding(route: CudaBackend, program: Callable[..., None], case: str) -> None:
+    world.run(program, 2, case, route=route)
+    assert reasons() == ({PassReason.CAPTURED.value: 2} if program is captured else {PassReason.COALESCED.value: 4})
 
 
 # --- groups

@@ -155,12 +155,10 @@ def spans(tensor: torch.Tensor) -> list[tuple[int, int]]:
             run *= length
         else:
             outer.append([at * stride for at in range(length)])
-    starts = (
-        sorted({sum(steps) for steps in itertools.product(*outer)}) if math.prod(map(len, outer)) <= MOST_RUNS else None
-    )
-    if starts is None:
+    if math.prod(map(len, outer)) > MOST_RUNS:
         last = sum((length - 1) * stride for length, stride in zip(tensor.shape, tensor.stride()))
         return [(begin, begin + (last + 1) * size)]
+    starts = sorted({sum(steps) for steps in itertools.product(*outer)})
     return list(_joined((begin + at * size, begin + (at + run) * size) for at in starts))
 
 

@@ -267,11 +267,8 @@ class Scheduler:
             # A spinning NCCL kernel that takes all multiprocessors leaves no room for another kernel (NVIDIA/nccl#195).
             if self._busy and op.kind in ("kernel", "collective") and self.spinning[rank]:
                 return f"the multiprocessors are held by {next(iter(self.spinning[rank]))}"
-            if op.can_start is not None:
-                return None if op.can_start() else f"waits for {op.why() if op.why else '?'}"
-        if op.ready is None or op.ready():
-            return None
-        return f"waits for {op.why() if op.why else '?'}"
+        may_move = op.ready if op.started or op.can_start is None else op.can_start
+        return None if may_move is None or may_move() else f"waits for {op.why() if op.why else '?'}"
 
     def _move(self, moves: list[Op]) -> None:
         self.progress += 1

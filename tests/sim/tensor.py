@@ -227,9 +227,8 @@ def _copy(func: Any, target: torch.Tensor, source: torch.Tensor, non_blocking: b
         return target
     if there:
         origin = origin.clone()  # the driver takes a copy of pageable memory before it returns
-        gpu.launch("copy", "copy_", lambda: to.copy_(origin), [], [to])
-    else:
-        gpu.launch("copy", "copy_", lambda: to.copy_(origin), [origin], [])
+    reads, writes = ([], [to]) if there else ([origin], [])
+    gpu.launch("copy", "copy_", lambda: to.copy_(origin), reads, writes)
     gpu.synchronize_stream("a copy from or to pageable host memory")
     return target
 
