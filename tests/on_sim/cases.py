@@ -6,12 +6,14 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import corpus
+import levels
 import moves
 import pytest
 import torch
 import torch.distributed as dist
 from sim.device import machine, mine
 
+from ds_zipccl.comm import topology
 from ds_zipccl.telemetry import counters
 from on_sim import world
 
@@ -73,6 +75,13 @@ def noise(rank: int, numel: int, seed: int = 0, dtype: torch.dtype = torch.bfloa
     generator = torch.Generator().manual_seed(1000 * seed + rank)
     words = torch.randint(-(1 << 15), 1 << 15, (numel,), generator=generator).to(torch.int16)
     return torch.where((words & 0x7F80) == 0x7F80, words ^ 0x4000, words).view(dtype)
+
+
+def documented(contributions: Sequence[torch.Tensor], nodes: levels.Nodes, average: bool) -> torch.Tensor:
+    """The sum by the host, in the documented order of the nodes of a group."""
+    if topology.levels(nodes) and topology.ascending(nodes):
+        return levels.in_two_levels(contributions, nodes, average)
+    return levels.in_one_level(contributions, average)
 
 
 def prepared(

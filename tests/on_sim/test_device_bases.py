@@ -53,11 +53,14 @@ def steps(rank: int, ranks: int, seed: int, dtype: torch.dtype, kind: str) -> No
     train(Based(rank, ranks, seed, dtype, kind), seed, 4)
 
 
-@pytest.mark.parametrize("kind", ["device", "host"])
-@pytest.mark.parametrize(
+ranks_and_pieces = pytest.mark.parametrize(
     ("ranks", "pieces"),
     [(2, False), *(pytest.param(*one, marks=pytest.mark.full) for one in ((2, True), (3, False), (4, False)))],
 )
+
+
+@pytest.mark.parametrize("kind", ["device", "host"])
+@ranks_and_pieces
 def test_steps(route: CudaBackend, monkeypatch: pytest.MonkeyPatch, ranks: int, pieces: bool, kind: str) -> None:
     if pieces:
         in_pieces(monkeypatch)

@@ -373,16 +373,8 @@ def passing_groups(rank: int, ranks: int, rounds: int) -> tuple[int, int]:
         group = dist.new_group(order)
         if rank in order:
             for case in CASES:
-                once(
-                    case,
-                    rank,
-                    len(order),
-                    500,
-                    number,
-                    group,
-                    later=bool(number & 2),
-                    mode=["always", "auto"][number % 2],
-                )
+                mode = ["always", "auto"][number % 2]
+                once(case, rank, len(order), 500, number, group, later=bool(number & 2), mode=mode)
             found.append(weakref.ref(states.group_state(group)))  # type: ignore[type-var]
             dist.destroy_process_group(group)
         del group

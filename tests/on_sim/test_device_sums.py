@@ -31,7 +31,7 @@ from ds_zipccl.policy import wire
 from ds_zipccl.policy.admission import PassReason
 from ds_zipccl.telemetry import counters
 from on_sim import plants, world
-from on_sim.cases import bytes_sent, weights
+from on_sim.cases import bytes_sent, documented, weights
 
 pytestmark = pytest.mark.usefixtures("small_frames")
 ALWAYS: dict[str, Any] = {"enabled": True, "mode": "always", "min_bytes": 0, "nccl": "on", "nccl_min_bytes": 0}
@@ -56,16 +56,6 @@ def spread(rank: int, size: int, kind: corpus.Float, seed: int, nodes: Nodes) ->
     reach = 12 if kind is corpus.FP16 else 60
     powers = corpus._below(size, 77 * (node + 1) + seed, reach).astype(np.int64) - reach // 2
     return torch.from_numpy(np.ldexp(integers.astype(np.float64), powers)).to(kind.dtype)
-
-
-def in_two_levels(nodes: Nodes) -> bool:
-    return topology.levels(nodes) and topology.ascending(nodes)
-
-
-def documented(contributions: Sequence[torch.Tensor], nodes: Nodes, average: bool) -> torch.Tensor:
-    if in_two_levels(nodes):
-        return levels.in_two_levels(contributions, nodes, average)
-    return levels.in_one_level(contributions, average)
 
 
 def every_call(
@@ -229,10 +219,8 @@ def test_plain_sums_for_owners(route: CudaBackend, ranks: int, monkeypatch: pyte
         world.run(plain_owners, ranks, nodes_of(ranks, 1), sizes, modes=world.ALL_MODES[-1], route=route)
         (row,) = counters.rows()
         assert not row["host_waits"] and set(row["reasons"]) == {PassReason.PLAIN_SUMS.value}
-        assert (row["calls"], row["passed"]) == (
-            4 * len(sizes) * ranks,
-            len(sizes) * ranks,
-        )  # slices with several owners pass
+        # slices with several owners pass
+        assert (row["calls"], row["passed"]) == (4 * len(sizes) * ranks, len(sizes) * ranks)
         assert row["wire_bytes"] <= 0.51 * row["logical_bytes"]
 
 
