@@ -90,7 +90,7 @@ def prepared(
     """The input of a group rank, an output of zeros, and the output wanted, on the host."""
     inputs = [weights(peer, CASES[case].given(peer, ranks, numel), seed) for peer in range(ranks)]
     wanted, device = CASES[case].wanted(rank, inputs), f"cuda:{mine().rank}"
-    return inputs[rank].to(device), torch.zeros_like(wanted, device=device), wanted
+    return inputs[rank].to(device), torch.zeros(len(wanted), dtype=wanted.dtype, device=device), wanted
 
 
 def once(

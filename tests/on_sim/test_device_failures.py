@@ -266,7 +266,7 @@ def waited_elsewhere(rank: int, ranks: int, case: str) -> None:
         handle.wait()
         result = torch.cat([output])
     with torch.cuda.stream(first):
-        fresh = [torch.full_like(one, 7) for one in dense]
+        fresh = [filled(rank, len(one), 7, torch.bfloat16) for one in dense]
     torch.cuda.synchronize()
     corpus.assert_same_bits(result.cpu(), wanted)
     assert all((one == 7).all().item() for one in fresh)
