@@ -230,7 +230,9 @@ def read_constant(text: str, launcher: SassLauncher, kernel: str, extra: int = 0
 
 
 def value(text: str, ins: Instruction, launcher: SassLauncher, kernel: str, pair: int = 0) -> Get:
-    """The 32 bits of an operand; of the register ``pair`` after it."""
+    """The 32 bits of an operand; of the register ``pair`` after it. Or a predicate."""
+    if is_predicate(text):
+        return predicate(text)
     if text.startswith("-") and not text.startswith("-0x") and not re.match(r"-\d", text):
         inner = value(text[1:], ins, launcher, kernel, pair)
         return lambda w: (~inner(w)) + np.uint32(1)
@@ -284,11 +286,9 @@ def address(text: str, wide: bool) -> Get:
     for term in inside[1].replace("+-", "+~").split("+"):
         if not term:
             continue
-        if term.startswith("~"):
-            amount = -int(term[1:], 16)
+        if re.fullmatch(r"[-~]?0x[0-9a-f]+", term):
+            amount = int(term.replace("~", "-"), 16)
             parts.append(lambda w, amount=amount: np.array([amount], np.int64))  # type: ignore[misc]
-        elif re.fullmatch(r"-?0x[0-9a-f]+", term):
-            parts.append(lambda w, amount=int(term, 16): np.array([amount], np.int64))  # type: ignore[misc]
         elif found := re.fullmatch(r"(U?)R(\d+|Z)(?:\.(64|U32|X\d+))?(?:\.(U32|64))?", term):
             if found[2] == "Z":
                 continue
@@ -310,35 +310,21 @@ def address(text: str, wide: bool) -> Get:
 
 
 def put(text: str, pair: int = 0) -> Callable[[Warp, Any, Mask], None]:
-    """Writes a register, or the one ``pair`` after it."""
-    if text in ("RZ", "URZ"):
+    """Writes a register, or the one ``pair`` after it, or a predicate."""
+    if text in ("RZ", "URZ", "PT", "UPT"):
         return lambda w, x, m: None
-    found = re.fullmatch(r"(U?)R(\d+)", text)
+    found = re.fullmatch(r"(UR|R|UP|P)(\d+)", text)
     if not found:
         raise UnknownInstruction(text)
-    number = int(found[2]) + pair
-    if found[1]:
+    file, number = found[1].lower(), int(found[2]) + pair  # a field of the warp
+    if file.startswith("u"):
 
         def write(w: Warp, x: Any, m: Mask) -> None:
             if m.any():
-                w.ur[number] = x[int(m.argmax())] if len(x) > 1 else x
+                getattr(w, file)[number] = x[int(m.argmax())] if len(x) > 1 else x
 
         return write
-    return lambda w, x, m: np.copyto(w.r[number], x, where=m)
-
-
-def put_predicate(text: str) -> Callable[[Warp, Any, Mask], None]:
-    if text in ("PT", "UPT"):
-        return lambda w, x, m: None
-    number = int(text[-1])
-    if text.startswith("U"):
-
-        def write(w: Warp, x: Any, m: Mask) -> None:
-            if m.any():
-                w.up[number] = x[int(m.argmax())] if len(x) > 1 else x
-
-        return write
-    return lambda w, x, m: np.copyto(w.p[number], x, where=m)
+    return lambda w, x, m: np.copyto(getattr(w, file)[number], x, where=m)
 
 
 class Operands:
@@ -367,12 +353,6 @@ class Operands:
             second(w, (x >> np.uint64(32)).astype(np.uint32), m)
 
         return write
-
-    def predicates_from(self, i: int) -> int:
-        """The place after the predicates that begin at ``i``."""
-        while i < len(self.texts) and is_predicate(self.texts[i]):
-            i += 1
-        return i
 
     def refuse(self, unknown: Any, why: str = "") -> None:
         """Raise UnknownInstruction if this form of the instruction is ``unknown``."""

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 from sass import (
     LANES,
     SHARED_WINDOW,
+    Get,
     Instruction,
     Mask,
     Operands,
@@ -22,7 +24,6 @@ from sass import (
     low,
     predicate,
     put,
-    put_predicate,
     read_constant,
     signed,
     u64,
@@ -52,10 +53,11 @@ def find(ins: Instruction) -> Translate:
     raise UnknownInstruction(f"{ins.text}: the interpreter does not know {ins.op}; add it to tests/gpu/sass_ops.py")
 
 
-def plain(function: Callable[..., Any], count: int) -> Translate:
-    """d = function(a, b, ...) of 32 bits."""
+def plain(function: Callable[..., Any], count: int, flags: list[str] | None = None) -> Translate:
+    """d = function(a, b, ...) of 32 bits. ``flags``: the only ones that the instruction may have."""
 
     def build(o: Operands) -> Step:
+        o.refuse(flags not in (None, o.flags))
         gets, to = [o.get(1 + i) for i in range(count)], put(o.texts[0])
         return lambda w, m: to(w, function(*(get(w) for get in gets)), m)
 
@@ -72,7 +74,27 @@ def reverse(a: Any) -> Any:
     return sum(((a >> np.uint32(i) & ONE) << np.uint32(31 - i) for i in range(32)), np.uint32(0))
 
 
+def permute(a: Any, selector: Any, b: Any) -> Any:
+    both, choice = u64(a) | u64(b) << np.uint64(32), u64(selector)
+    result = np.zeros(1, np.uint32)
+    for i in range(4):
+        nibble = choice >> np.uint64(4 * i) & np.uint64(15)
+        byte = both >> (np.uint64(8) * (nibble & np.uint64(7))) & np.uint64(255)
+        byte = np.where(nibble >= 8, np.where(byte >= 128, np.uint64(255), np.uint64(0)), byte)
+        result = result | low(byte) << np.uint32(8 * i)
+    return result
+
+
+def dot(a: Any, b: Any, total: Any) -> Any:
+    for i in map(np.uint32, range(0, 32, 8)):
+        total = total + (a >> i & np.uint32(255)) * (b >> i & np.uint32(255))
+    return total
+
+
 OPS["BREV"] = plain(reverse, 1)
+OPS["PRMT"] = plain(permute, 3, [])
+OPS["IDP"] = plain(dot, 3, ["4A", "U8", "U8"])
+OPS["SEL"] = OPS["FSEL"] = plain(lambda a, b, first: np.where(first, a, b), 3)
 OPS["FADD"] = plain(lambda a, b: (a.view(np.float32) + b.view(np.float32)).view(np.uint32), 2)
 OPS["FMUL"] = plain(lambda a, b: (a.view(np.float32) * b.view(np.float32)).view(np.uint32), 2)
 OPS["I2F"] = OPS["I2FP"] = plain(
@@ -95,35 +117,30 @@ def hfma2(o: Operands) -> Step:
 
 @op("CS2R", "S2R", "S2UR")
 def special(o: Operands) -> Step:
-    name = o.texts[1]
-    to = put(o.texts[0])
-    if o.ins.op.startswith("CS2R"):
-        o.refuse(name != "SRZ")
-        both = (to,) if ".32" in o.ins.op else (to, put(o.texts[0], 1))
-
-        def zero(w: Warp, m: Mask) -> None:
-            for each in both:
-                each(w, np.zeros(1, np.uint32), m)
-
-        return zero
+    name, of_zeros = o.texts[1], o.ins.op.startswith("CS2R")
+    outs = [put(o.texts[0], pair) for pair in range(2 if of_zeros and "32" not in o.flags else 1)]
     lanes = np.arange(LANES, dtype=np.uint32)
     table: dict[str, Callable[[Warp], Any]] = {
         "SR_TID.X": lambda w: lanes + np.uint32(LANES * w.number),
         "SR_LANEID": lambda w: lanes,
         "SR_LTMASK": lambda w: (ONE << lanes) - ONE,
         "SR_CTAID.X": lambda w: np.array([w.block.index], np.uint32),
-        "SR_CTAID.Y": lambda w: np.array([0], np.uint32),
-        "SR_CgaCtaId": lambda w: np.zeros(1, np.uint32),
+        **dict.fromkeys(("SR_CTAID.Y", "SR_CgaCtaId", "SRZ"), lambda w: np.zeros(1, np.uint32)),
         "SR_SWINHI": lambda w: np.array([SHARED_WINDOW], np.uint32),
     }
-    o.refuse(name not in table)
+    o.refuse(name not in table or of_zeros != (name == "SRZ"))
     read = table[name]
-    return lambda w, m: to(w, read(w), m)
+
+    def step(w: Warp, m: Mask) -> None:
+        for out in outs:
+            out(w, read(w), m)
+
+    return step
 
 
 @op("LOP3")
 def lop3(o: Operands) -> Step:
-    outs = [put_predicate(o.texts[0])] if is_predicate(o.texts[0]) else []
+    outs = [put(o.texts[0])] if is_predicate(o.texts[0]) else []
     at = len(outs)
     to, gets, table = put(o.texts[at]), [o.get(at + 1 + i) for i in range(3)], int(o.texts[at + 4], 16)
     used = [bool((table ^ (table >> (1 << i))) & sum(1 << j for j in range(8) if not j >> i & 1)) for i in (2, 1, 0)]
@@ -144,7 +161,7 @@ def lop3(o: Operands) -> Step:
 @op("PLOP3")
 def plop3(o: Operands) -> Step:
     texts = o.texts
-    outs, gets = [put_predicate(text) for text in texts[:2]], [predicate(text) for text in texts[2:5]]
+    outs, gets = [put(text) for text in texts[:2]], [predicate(text) for text in texts[2:5]]
     tables = [int(text, 16) for text in texts[5:7]]
 
     def step(w: Warp, m: Mask) -> None:
@@ -158,54 +175,23 @@ def plop3(o: Operands) -> Step:
 
 @op("SHF")
 def shf(o: Operands) -> Step:
-    first, shift, second, to = o.get(1), o.get(2), o.get(3), put(o.texts[0])
     left, wide = o.flags[0] == "L", "U64" in o.flags or "S64" in o.flags
-    high, wraps, arithmetic = "HI" in o.flags, "W" in o.flags, "S32" in o.flags or "S64" in o.flags
+    high, wraps, arithmetic = "HI" in o.flags, "W" in o.flags, not left and ("S32" in o.flags or "S64" in o.flags)
     most = 64 if wide else 32
 
-    def step(w: Warp, m: Mask) -> None:
-        count = shift(w).astype(np.uint64)
+    def shifted(first: Any, shift: Any, second: Any) -> Any:
+        count = u64(shift)
         count = count & np.uint64(most - 1) if wraps else np.minimum(count, np.uint64(most))
-        both = u64(first(w)) | u64(second(w)) << np.uint64(32)
+        both = u64(first) | u64(second) << np.uint64(32)
         over = count >= 64
         count = np.where(over, np.uint64(63), count)
         if arithmetic:
             both = (both.astype(np.int64) >> count.astype(np.int64)).astype(np.uint64)
         else:
             both = np.where(over, np.uint64(0), both << count if left else both >> count)
-        to(w, low(both >> np.uint64(32)) if high else low(both), m)
+        return low(both >> np.uint64(32)) if high else low(both)
 
-    if left and not high and not wide:
-        return lambda w, m: to(
-            w,
-            low(u64(first(w)) << np.minimum(shift(w) & np.uint32(31 if wraps else 0xFFFFFFFF), 32).astype(np.uint64)),
-            m,
-        )
-    return step
-
-
-@op("SEL", "FSEL")
-def sel(o: Operands) -> Step:
-    a, b, which, to = o.get(1), o.get(2), predicate(o.texts[3]), put(o.texts[0])
-    return lambda w, m: to(w, np.where(which(w), a(w), b(w)), m)
-
-
-@op("PRMT")
-def prmt(o: Operands) -> Step:
-    o.refuse(o.flags)
-    a, selector, b, to = o.get(1), o.get(2), o.get(3), put(o.texts[0])
-
-    def step(w: Warp, m: Mask) -> None:
-        both, choice = u64(a(w)) | u64(b(w)) << np.uint64(32), u64(selector(w))
-        result = np.zeros(1, np.uint32)
-        for i in range(4):
-            nibble = choice >> np.uint64(4 * i) & np.uint64(15)
-            byte = both >> (np.uint64(8) * (nibble & np.uint64(7))) & np.uint64(255)
-            byte = np.where(nibble >= 8, np.where(byte >= 128, np.uint64(255), np.uint64(0)), byte)
-            result = result | low(byte) << np.uint32(8 * i)
-        to(w, result, m)
-
-    return step
+    return plain(shifted, 3)(o)
 
 
 @op("P2R")
@@ -233,15 +219,13 @@ def r2p(o: Operands) -> Step:
 @op("FLO")
 def flo(o: Operands) -> Step:
     o.refuse("U32" not in o.flags)
-    source, to, distance = o.get(1), put(o.texts[0]), "SH" in o.flags
 
-    def step(w: Warp, m: Mask) -> None:
-        x = source(w)
+    def place(x: Any) -> Any:
         top = np.frexp(x.astype(np.float64))[1].astype(np.int64) - 1  # exact below 2^53
-        result = np.where(x == 0, -1, 31 - top if distance else top)
-        to(w, (result & 0xFFFFFFFF).astype(np.uint32), m)
+        result = np.where(x == 0, -1, 31 - top if "SH" in o.flags else top)
+        return (result & 0xFFFFFFFF).astype(np.uint32)
 
-    return step
+    return plain(place, 1)(o)
 
 
 # ---- integers that are added, multiplied and compared, with their carries ----------------------------------------------
@@ -268,28 +252,13 @@ def imad(o: Operands) -> Step:
     return lambda w, m: to(w, a(w) * b(w) + third(w), m)
 
 
-@op("IADD3", "IADD")
-def iadd3(o: Operands) -> Step:
-    first = o.predicates_from(1)
-    carries = [put_predicate(text) for text in o.texts[1:first]]
-    terms = []
-    place = first
-    while place < len(o.texts) and not is_predicate(o.texts[place]):
-        text = o.texts[place]
-        if text.startswith("-") and not text.startswith("-0x"):
-            inner = o.value(text[1:])
-            terms.append(lambda w, inner=inner: np.uint64(1 << 32) - u64(inner(w)))  # as ~x + 1, with its carry
-        else:
-            inner = o.get(place)
-            terms.append(lambda w, inner=inner: u64(inner(w)))
-        place += 1
-    entering = [predicate(text) for text in o.texts[place:]] if "X" in o.flags else []
-    to = put(o.texts[0])
+def added(o: Operands, terms: Sequence[Get]) -> Step:
+    """The sum of terms and of the carries that enter it; the carries that leave it are the predicates behind the register."""
+    carries, to = [put(text) for text in itertools.takewhile(is_predicate, o.texts[1:])], put(o.texts[0])
+    entering = [predicate(text) for text in o.texts[1 + len(carries) :] if is_predicate(text) and "X" in o.flags]
 
     def step(w: Warp, m: Mask) -> None:
-        total = sum((term(w) for term in terms), np.zeros(1, np.uint64))
-        for each in entering:
-            total = total + u64(each(w))
+        total = sum((u64(term(w)) for term in (*terms, *entering)), np.zeros(1, np.uint64))
         to(w, low(total), m)
         for i, carry in enumerate(carries):
             carry(w, total >> np.uint64(32) > i, m)
@@ -297,32 +266,31 @@ def iadd3(o: Operands) -> Step:
     return step
 
 
+@op("IADD3", "IADD")
+def iadd3(o: Operands) -> Step:
+    def term(text: str) -> Get:
+        if text.startswith("-") and not text.startswith("-0x"):
+            inner = o.value(text[1:])
+            return lambda w: np.uint64(1 << 32) - u64(inner(w))  # as ~x + 1, with its carry
+        return o.value(text)
+
+    return added(o, [term(text) for text in o.texts[1:] if not is_predicate(text)])
+
+
 @op("LEA")
 def lea(o: Operands) -> Step:
-    at = o.predicates_from(1)
-    carries = [put_predicate(text) for text in o.texts[1:at]]
-    rest = [i for i in range(at, len(o.texts)) if not is_predicate(o.texts[i])]
-    high = "HI" in o.flags
-    a, b = o.get(rest[0]), o.get(rest[1])
-    c = o.get(rest[2]) if high else None
-    shift = np.uint64(int(o.texts[rest[-1]], 16))
-    entering = predicate(o.texts[-1]) if "X" in o.flags else None
-    o.refuse("SX32" in o.flags or any(o.texts[i].startswith("-") for i in rest[:1]))
-    to = put(o.texts[0])
+    texts = [text for text in o.texts[1:] if not is_predicate(text)]
+    a, b = o.value(texts[0]), o.value(texts[1])
+    c = o.value(texts[2]) if "HI" in o.flags else None
+    shift = np.uint64(int(texts[-1], 16))
+    o.refuse("SX32" in o.flags or texts[0].startswith("-"))
 
-    def step(w: Warp, m: Mask) -> None:
+    def shifted(w: Warp) -> Any:
         if c is not None:
-            total = u64(low((u64(a(w)) | u64(c(w)) << np.uint64(32)) >> (np.uint64(32) - shift)))
-        else:
-            total = u64(low(u64(a(w)) << shift))
-        total = total + u64(b(w))
-        if entering is not None:
-            total = total + u64(entering(w))
-        to(w, low(total), m)
-        for carry in carries:
-            carry(w, total >> np.uint64(32) > 0, m)
+            return low((u64(a(w)) | u64(c(w)) << np.uint64(32)) >> (np.uint64(32) - shift))
+        return low(u64(a(w)) << shift)
 
-    return step
+    return added(o, [shifted, b])
 
 
 @op("ISETP")
@@ -330,7 +298,7 @@ def isetp(o: Operands) -> Step:
     compare = o.flags[0]
     unsigned, extended = "U32" in o.flags, "EX" in o.flags
     joined = next(flag for flag in o.flags if flag in ("AND", "OR", "XOR"))
-    outs = [put_predicate(text) for text in o.texts[:2]]
+    outs = [put(text) for text in o.texts[:2]]
     a, b, with_, lower = o.get(2), o.get(3), predicate(o.texts[4]), predicate(o.texts[5]) if extended else None
     functions: dict[str, Callable[[Any, Any], Any]] = {
         "EQ": lambda x, y: x == y, "NE": lambda x, y: x != y, "LT": lambda x, y: x < y,
@@ -378,27 +346,12 @@ def extremes(o: Operands) -> Step:
     return step
 
 
-@op("IDP")
-def idp(o: Operands) -> Step:
-    o.refuse(o.flags != ["4A", "U8", "U8"])
-    a, b, c, to = o.get(1), o.get(2), o.get(3), put(o.texts[0])
-    byte = np.uint32(255)
-
-    def step(w: Warp, m: Mask) -> None:
-        x, y, total = a(w), b(w), c(w)
-        for i in range(0, 32, 8):
-            total = total + (x >> np.uint32(i) & byte) * (y >> np.uint32(i) & byte)
-        to(w, total, m)
-
-    return step
-
-
 # ---- lanes of a warp -------------------------------------------------------------------------------------------------
 
 
 @op("SHFL")
 def shfl(o: Operands) -> Step:
-    good, to, source, count, clamp = put_predicate(o.texts[0]), put(o.texts[1]), o.get(2), o.get(3), o.get(4)
+    good, to, source, count, clamp = put(o.texts[0]), put(o.texts[1]), o.get(2), o.get(3), o.get(4)
     lanes = np.arange(LANES)
     o.refuse("IDX" not in o.flags and "UP" not in o.flags)
 
@@ -420,7 +373,7 @@ def shfl(o: Operands) -> Step:
 def vote(o: Operands) -> Step:
     texts, kind = o.texts, o.ins.op.split(".")[1]
     source = predicate(texts[-1])
-    outs = [(is_predicate(text), put_predicate(text) if is_predicate(text) else put(text)) for text in texts[:-1]]
+    outs = [(is_predicate(text), put(text)) for text in texts[:-1]]
 
     def step(w: Warp, m: Mask) -> None:
         x = np.broadcast_to(source(w), (LANES,)) & (lanes := w.mask & m)

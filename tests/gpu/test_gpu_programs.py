@@ -105,11 +105,9 @@ def test_a_driver_travels_to_a_machine_without_nvcc(tmp_path: Path, monkeypatch:
     monkeypatch.setenv(wheels.WHEELS, str(tmp_path))
     made = tmp_path / "made"
     made.write_text("#!/bin/sh\n")
-    monkeypatch.setattr(driver, "compiled", lambda *words: made)
-    driver.carry(tmp_path)
-    monkeypatch.undo()
-    monkeypatch.setenv("DS_ZIPCCL_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setenv(wheels.WHEELS, str(tmp_path))
+    with monkeypatch.context() as patch:
+        patch.setattr(driver, "compiled", lambda *words: made)
+        driver.carry(tmp_path)
 
     def no_nvcc() -> tuple[str]:
         raise build.BuildError("no nvcc")

@@ -6,12 +6,14 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import corpus
+import levels
 import moves
 import pytest
 import torch
 import torch.distributed as dist
 from sim.device import machine, mine
 
+from ds_zipccl.comm import topology
 from ds_zipccl.telemetry import counters
 from on_sim import world
 
@@ -62,14 +64,33 @@ CASES = {
 every_case = pytest.mark.parametrize("case", CASES)
 
 
-def values(rank: int, numel: int, seed: int) -> torch.Tensor:
-    return torch.randn(numel, generator=torch.Generator().manual_seed(100 * seed + rank)).bfloat16()
+def weights(rank: int, numel: int, seed: int = 0, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    """Words of a trained weight: they shrink."""
+    generator = torch.Generator().manual_seed(1000 * seed + rank)
+    return (0.02 * torch.randn(numel, generator=generator)).to(dtype)
 
 
-def prepared(case: str, rank: int, ranks: int, numel: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """This rank's input, on the host, and the output wanted."""
-    inputs = [values(peer, CASES[case].given(peer, ranks, numel), seed) for peer in range(ranks)]
-    return inputs[rank], CASES[case].wanted(rank, inputs)
+def noise(rank: int, numel: int, seed: int = 0, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    """Words of any bits but those of NaN: they do not shrink."""
+    generator = torch.Generator().manual_seed(1000 * seed + rank)
+    words = torch.randint(-(1 << 15), 1 << 15, (numel,), generator=generator).to(torch.int16)
+    return torch.where((words & 0x7F80) == 0x7F80, words ^ 0x4000, words).view(dtype)
+
+
+def documented(contributions: Sequence[torch.Tensor], nodes: levels.Nodes, average: bool) -> torch.Tensor:
+    """The sum by the host, in the documented order of the nodes of a group."""
+    if topology.levels(nodes) and topology.ascending(nodes):
+        return levels.in_two_levels(contributions, nodes, average)
+    return levels.in_one_level(contributions, average)
+
+
+def prepared(
+    case: str, rank: int, ranks: int, numel: int = 3000, seed: int = 0
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The input of a group rank, an output of zeros, and the output wanted, on the host."""
+    inputs = [weights(peer, CASES[case].given(peer, ranks, numel), seed) for peer in range(ranks)]
+    wanted, device = CASES[case].wanted(rank, inputs), f"cuda:{mine().rank}"
+    return inputs[rank].to(device), torch.zeros(len(wanted), dtype=wanted.dtype, device=device), wanted
 
 
 def once(
@@ -83,9 +104,7 @@ def once(
     **settings: Any,
 ) -> torch.Tensor:
     """One call with the right result."""
-    host, wanted = prepared(case, rank, ranks, numel, seed)
-    given = host.to(f"cuda:{mine().rank}")
-    output = torch.empty(len(wanted), dtype=given.dtype, device=given.device)
+    given, output, wanted = prepared(case, rank, ranks, numel, seed)
     moves.wait(CASES[case].call(moves.coded(**CODED, **settings), output, given, group, later))
     corpus.assert_same_bits(output.cpu(), wanted)
     return output

@@ -8,15 +8,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import corpus
-import levels
 import torch
 import torch.distributed as dist
 
 from ds_zipccl import comm
-from ds_zipccl.comm import topology
 from ds_zipccl.comm.group_state import group_nodes, resolve_group
 from ds_zipccl.config import ZipcclConfig
 from ds_zipccl.ops import OPS
+from on_sim.cases import documented
 
 
 @dataclass(frozen=True)
@@ -91,11 +90,7 @@ class Desk:
         self.handle = getattr(comm, name)(*arguments, group=self.task.group, config=self.task.config, **more)
 
     def total(self, contributions: Sequence[torch.Tensor]) -> torch.Tensor:
-        """The sum by the host, in the documented order of the nodes of the group."""
-        nodes = group_nodes(resolve_group(self.task.group))
-        if topology.levels(nodes):
-            return levels.in_two_levels(contributions, nodes, self.task.average)
-        return levels.in_one_level(contributions, self.task.average)
+        return documented(contributions, group_nodes(resolve_group(self.task.group)), self.task.average)
 
 
 # ---- operations: each calls one, and states outputs and values wanted

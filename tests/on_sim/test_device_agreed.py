@@ -23,6 +23,7 @@ from ds_zipccl.kernels.cuda.backend import CudaBackend
 from ds_zipccl.policy import wire
 from ds_zipccl.telemetry import counters
 from on_sim import world
+from on_sim.cases import noise, weights
 
 CONFIG = ZipcclConfig(enabled=True, mode="always", min_bytes=0, nccl="on", nccl_min_bytes=0)
 #: Elements of a rank's shard of each parameter: no element, raw ones, one frame, odd addresses.
@@ -112,19 +113,6 @@ def different(output: torch.Tensor, wanted: list[list[torch.Tensor]]) -> list[li
     ]
 
 
-def weights(rank: int, size: int, seed: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
-    """Words of a trained weight: they shrink."""
-    generator = torch.Generator().manual_seed(1000 * seed + rank)
-    return (0.02 * torch.randn(size, generator=generator)).to(dtype)
-
-
-def noise(rank: int, size: int, seed: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
-    """Words of any bits but those of NaN: they do not shrink."""
-    generator = torch.Generator().manual_seed(1000 * seed + rank)
-    words = torch.randint(-(1 << 15), 1 << 15, (size,), generator=generator).to(torch.int16)
-    return torch.where((words & 0x7F80) == 0x7F80, words ^ 0x4000, words).view(dtype)
-
-
 def same(one: torch.Tensor, other: torch.Tensor) -> bool:
     return torch.equal(one.contiguous().view(torch.uint8), other.contiguous().view(torch.uint8))
 
@@ -165,7 +153,6 @@ def test_steps(route: CudaBackend, monkeypatch: pytest.MonkeyPatch, ranks: int, 
     if pieces:
         in_pieces(monkeypatch)
     for seed, modes in list(enumerate(world.ALL_MODES))[:: 3 if pieces and not autocast else 1]:
-        counters.reset()
         dtype = torch.float32 if autocast else (torch.bfloat16, torch.float32, torch.float16)[seed % 3]
         gathered = torch.bfloat16 if autocast else None
         world.run(steps, ranks, seed, dtype, gathered, seed=seed, modes=modes, route=route)
@@ -185,7 +172,6 @@ def late(rank: int, ranks: int, seed: int) -> None:
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.full(reason="slower"))])
 def test_the_first_gathers_agree(route: CudaBackend, ranks: int) -> None:
     for seed, modes in enumerate(world.ALL_MODES):
-        counters.reset()
         world.run(late, ranks, seed, seed=seed, modes=modes, route=route)
         (row,) = counters.rows()
         assert row["host_waits"] == 2 * ranks, "the first gather, and that of the last parameter of coded frames"

@@ -19,7 +19,8 @@ from ds_zipccl.comm.device.streams import Streams
 from ds_zipccl.kernels.cuda.backend import CudaBackend
 from ds_zipccl.telemetry import counters
 from on_sim import world
-from on_sim.test_device_agreed import CONFIG, SIZES, TRAINED, Model, in_pieces, noise, train, weights
+from on_sim.cases import noise, weights
+from on_sim.test_device_agreed import CONFIG, SIZES, TRAINED, Model, in_pieces, train
 
 FULL, OTHER = "nothing was gathered there", "a rank holds something else"
 
@@ -52,17 +53,19 @@ def steps(rank: int, ranks: int, seed: int, dtype: torch.dtype, kind: str) -> No
     train(Based(rank, ranks, seed, dtype, kind), seed, 4)
 
 
-@pytest.mark.parametrize("kind", ["device", "host"])
-@pytest.mark.parametrize(
+ranks_and_pieces = pytest.mark.parametrize(
     ("ranks", "pieces"),
     [(2, False), *(pytest.param(*one, marks=pytest.mark.full) for one in ((2, True), (3, False), (4, False)))],
 )
+
+
+@pytest.mark.parametrize("kind", ["device", "host"])
+@ranks_and_pieces
 def test_steps(route: CudaBackend, monkeypatch: pytest.MonkeyPatch, ranks: int, pieces: bool, kind: str) -> None:
     if pieces:
         in_pieces(monkeypatch)
     modes = list(enumerate(world.ALL_MODES))
     for seed, mode in {2: modes[-1:], 3: modes[:4], 4: modes[4:]}[ranks]:
-        counters.reset()
         dtype = (torch.bfloat16, torch.float32, torch.float16)[seed % 3]
         world.run(steps, ranks, seed, dtype, kind, seed=seed, modes=mode, route=route)
         row = gathers()
@@ -122,7 +125,6 @@ def test_nothing_is_sent_twice(route: CudaBackend) -> None:
             for numbers in gathering:
                 assert all(model.gather(numbers)())
 
-        counters.reset()
         world.run(program, 2, route=route)
         return int(gathers()["wire_bytes"])
 
@@ -151,7 +153,6 @@ def _bit(model: Based) -> None:
 
 def test_a_base_that_differs(route: CudaBackend) -> None:
     """One bit of one rank's base: that parameter goes in full on all ranks, once."""
-    counters.reset()
     world.run(broken, 2, _bit, route=route)
     assert gathers()["differences"] == {FULL: 2 * 4, OTHER: 2, "": 2 * (4 * 4 - 5)}
 
@@ -180,42 +181,35 @@ def refused(rank: int, ranks: int) -> None:
         comm.check_frames(model.device, config=CONFIG)
 
 
-@pytest.mark.parametrize(("program", "arguments"), [(changed, (False,)), (changed, (True,)), (refused, ())])
-def test_a_change_within_a_version_stops_the_job(
-    route: CudaBackend, program: Callable[..., None], arguments: tuple[Any, ...]
-) -> None:
-    world.run(program, 2, *arguments, route=route)
-
-
-def test_other_words_altogether(route: CudaBackend) -> None:
+def other_words(rank: int, ranks: int) -> None:
     """Words that do not shrink, against bases that tell nothing."""
-
-    def program(rank: int, ranks: int) -> None:
-        model = Based(rank, ranks, 3)
-        for turn in range(2):
-            assert all(model.gather([1, 2, 3, 4])())
-            for number in TRAINED:
-                for peer in range(ranks):
-                    model.write(number, peer, noise(peer, SIZES[number], 10 * turn))
-                model.agreed[number].forget()
-            model.agree()
-        assert all(model.gather([2, 4])()) and all(model.gather([1, 2, 3, 4])())
-
-    world.run(program, 2, route=route)
+    model = Based(rank, ranks, 3)
+    for turn in range(2):
+        assert all(model.gather([1, 2, 3, 4])())
+        for number in TRAINED:
+            for peer in range(ranks):
+                model.write(number, peer, noise(peer, SIZES[number], 10 * turn))
+            model.agreed[number].forget()
+        model.agree()
+    assert all(model.gather([2, 4])()) and all(model.gather([1, 2, 3, 4])())
 
 
-def test_a_base_that_is_gone(route: CudaBackend) -> None:
+def gone(rank: int, ranks: int) -> None:
     """Bases go with their engine; its parameters may be gathered still."""
+    model = Based(rank, ranks, 3)
+    assert all(model.gather([1, 2, 3, 4])())
+    model.slots.clear()
+    assert all(model.gather([1, 2, 3, 4])())
+    model.step(1)
+    assert all(model.gather([1, 2, 3, 4])())
 
-    def program(rank: int, ranks: int) -> None:
-        model = Based(rank, ranks, 3)
-        assert all(model.gather([1, 2, 3, 4])())
-        model.slots.clear()
-        assert all(model.gather([1, 2, 3, 4])())
-        model.step(1)
-        assert all(model.gather([1, 2, 3, 4])())
 
-    world.run(program, 2, route=route)
+@pytest.mark.parametrize(
+    ("program", "arguments"), [(changed, (False,)), (changed, (True,)), (refused, ()), (other_words, ()), (gone, ())]
+)
+def test_changes(route: CudaBackend, program: Callable[..., None], arguments: tuple[Any, ...]) -> None:
+    """Those within a version stop the job; others cost bytes alone."""
+    world.run(program, 2, *arguments, route=route)
 
 
 # ---- planted mistakes --------------------------------------------------------------------------------------------------
@@ -260,7 +254,7 @@ def test_a_mistake_is_noticed(route: CudaBackend, monkeypatch: pytest.MonkeyPatc
     mistake(monkeypatch)
     with pytest.raises((AssertionError, pytest.fail.Exception, comm.CommError)):
         test_a_base_that_differs(route)
-        test_a_change_within_a_version_stops_the_job(route, changed, (False,))
+        test_changes(route, changed, (False,))
         test_a_base_is_written_before_it_is_read(route, monkeypatch)
         test_steps(route, monkeypatch, 2, False, "device")
 

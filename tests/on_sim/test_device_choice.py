@@ -41,10 +41,8 @@ def small(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(calibration, "_DRAWN", 1 << 10)
     monkeypatch.setattr(calibration, "_BUDGET_S", 1e9)
     monkeypatch.setattr(calibration, "_CALLS", 3)
-    counters.reset()
     yield
     choice._steps.clear()  # marks hold the simulated machine, and with it its groups
-    counters.reset()
 
 
 def settled(rank: int, nodes: int, **settings: Any) -> choice.Settled | None:
@@ -75,14 +73,14 @@ def a_gather(rank: int, ranks: int, api: Any, number: int) -> bool:
     inputs = [moves.filled(peer, NUMEL, kind, number).to(f"cuda:{rank}") for peer in range(ranks)]
     whole = torch.empty(NUMEL * ranks, dtype=inputs[0].dtype, device=f"cuda:{rank}")
     decided: list[bool] = []
-    api.all_gather_into_tensor(whole, inputs[rank], uncompressed_call=lambda: _plain(whole, inputs[rank], decided))
+
+    def plain() -> None:
+        decided.append(True)
+        dist.all_gather_into_tensor(whole, inputs[rank])
+
+    api.all_gather_into_tensor(whole, inputs[rank], uncompressed_call=plain)
     corpus.assert_same_bits(whole.cpu(), torch.cat([one.cpu() for one in inputs]))
     return not decided
-
-
-def _plain(whole: torch.Tensor, part: torch.Tensor, decided: list[bool]) -> None:
-    decided.append(True)
-    dist.all_gather_into_tensor(whole, part)
 
 
 class Engine:
@@ -138,12 +136,16 @@ def last_decides(ranks: int) -> Callable[[int, bool], float]:
     return lambda rank, coded: (1.3 if coded else 1.1) if rank == ranks - 1 else (0.5 if coded else 1.0)
 
 
+def trial(route: CudaBackend, patch: pytest.MonkeyPatch, seconds: Callable[[int, bool], float], ranks: int = 2) -> Any:
+    """What each rank returns of :func:`steps` up to the first trial and beyond, with the seconds of a step."""
+    with_profile(patch, SLOW)
+    patch.setattr(choice, "mark", FakeClock(seconds).mark)
+    return world.run(steps, ranks, TRIAL + 5, route=route).values
+
+
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.full)])
 def test_all_ranks_switch_at_one_step(route: CudaBackend, monkeypatch: pytest.MonkeyPatch, ranks: int) -> None:
-    with_profile(monkeypatch, SLOW)
-    monkeypatch.setattr(choice, "mark", FakeClock(last_decides(ranks)).mark)
-    outcome = world.run(steps, ranks, TRIAL + 5, route=route)
-    (schedules, found), *others = outcome.values
+    (schedules, found), *others = trial(route, monkeypatch, last_decides(ranks), ranks)
     assert found.reason is None and all(one == (schedules, found) for one in others)
     assert all(schedules[: step_rules.WARMUP_STEPS]) and not any(schedules[TRIAL:])
     (row,) = [row for row in counters.rows() if row["calls"]]
@@ -155,36 +157,24 @@ def test_all_ranks_switch_at_one_step(route: CudaBackend, monkeypatch: pytest.Mo
 
 @pytest.mark.full
 def test_frames_stay_where_they_are_faster(route: CudaBackend, monkeypatch: pytest.MonkeyPatch) -> None:
-    with_profile(monkeypatch, SLOW)
-    monkeypatch.setattr(choice, "mark", FakeClock(lambda rank, coded: 0.8 if coded else 1.0).mark)
-    outcome = world.run(steps, 2, TRIAL + 5, route=route)
-    schedules = outcome.values[0][0]
-    assert outcome.values[1][0] == schedules and all(schedules[TRIAL:]) and not all(schedules)
+    (schedules, _), (others, _) = trial(route, monkeypatch, lambda rank, coded: 0.8 if coded else 1.0)
+    assert others == schedules and all(schedules[TRIAL:]) and not all(schedules)
 
 
-def decides_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Plant a rank that goes by its own times."""
-
+def test_a_rank_that_goes_by_its_own_times_is_noticed(route: CudaBackend, monkeypatch: pytest.MonkeyPatch) -> None:
     def own(ctx: Any, nanoseconds: list[int]) -> list[float]:
         agreed = clock.agreed_seconds(ctx, nanoseconds)
         return [one / 1e9 for one in nanoseconds] if ctx.rank == 0 else agreed
 
     monkeypatch.setattr(choice, "agreed_seconds", own)
-
-
-def test_a_rank_that_goes_by_its_own_times_is_noticed(route: CudaBackend, monkeypatch: pytest.MonkeyPatch) -> None:
-    with_profile(monkeypatch, SLOW)
-    decides_alone(monkeypatch)
-    monkeypatch.setattr(choice, "mark", FakeClock(last_decides(2)).mark)
     with pytest.raises(world.Fault, match=r"would hang|all_reduce|all_gather"):
-        world.run(steps, 2, TRIAL + 5, route=route)
+        trial(route, monkeypatch, last_decides(2))
 
 
 def test_marks_of_the_device_cost_no_wait(route: CudaBackend, monkeypatch: pytest.MonkeyPatch) -> None:
     """One wait of the host for a trial, and nothing else waits; in every mode of the machine."""
     with_profile(monkeypatch, SLOW)
     for seed, modes in enumerate((world.Modes(), world.ALL_MODES[-1])):
-        counters.reset()
         outcome = world.run(marks_alone, 2, TRIAL + 3, seed=seed, modes=modes, route=route)
         assert all(not one.waits for one in outcome.counters) and outcome.values[0] == outcome.values[1]
         rows = counters.rows()

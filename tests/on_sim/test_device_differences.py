@@ -18,7 +18,7 @@ from ds_zipccl.telemetry import counters
 from on_sim import world
 from on_sim.cases import CODED
 from on_sim.test_device_agreed import in_pieces
-from on_sim.test_device_bases import FULL, OTHER
+from on_sim.test_device_bases import FULL, OTHER, ranks_and_pieces
 
 #: 16 KiB of bf16 and a little more, odd: the shards of all ranks but one are 2-byte aligned.
 SHARD = 8463
@@ -55,7 +55,6 @@ def counted(
     ranks: int, seed: int, mode: world.Modes, route: CudaBackend, program: Callable[..., Any]
 ) -> dict[str, Any]:
     """Run a program, and return the counts of its gathers."""
-    counters.reset()
     world.run(program, ranks, seed=seed, modes=mode, route=route)
     (row,) = counters.rows()
     assert not row["passed"] and row["host_waits"] == row["calls"], "one wait of the host a gather"
@@ -72,10 +71,7 @@ def steps(rank: int, ranks: int) -> None:
 MODES = list(enumerate(world.ALL_MODES))
 
 
-@pytest.mark.parametrize(
-    ("ranks", "pieces"),
-    [(2, False), *(pytest.param(*one, marks=pytest.mark.full) for one in ((2, True), (3, False), (4, False)))],
-)
+@ranks_and_pieces
 def test_steps(route: CudaBackend, monkeypatch: pytest.MonkeyPatch, ranks: int, pieces: bool) -> None:
     """``pieces``: an encoder reads the own shard while a decoder writes the others."""
     if pieces:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import corpus
@@ -24,7 +24,7 @@ from ds_zipccl.policy.admission import PassReason
 from ds_zipccl.policy.device_rules import DeviceProfile
 from ds_zipccl.telemetry import counters
 from on_sim import plants, world
-from on_sim.cases import CODED, bytes_sent
+from on_sim.cases import CODED, bytes_sent, noise, weights
 
 PAIRS = ((0, 1), (2, 3))
 
@@ -61,7 +61,6 @@ def test_every_way_to_call(route: CudaBackend, op: str, ranks: int, nodes: Any, 
     """On a machine with every property, and on one that watches what kernels write. Random programs have the others."""
     sizes = (0, 7, 9001) if op == "all_gather" else (0, 1, 7, 9001)
     for seed, modes in enumerate((world.ALL_MODES[-1], world.Modes(declared=True))[: 1 if nodes else 2]):
-        counters.reset()
         world.run(every_way, ranks, op, sizes, nodes, settings, seed=seed + 10 * ranks, modes=modes, route=route)
         rows = counters.rows()
         assert sum(row["calls"] for row in rows) == 2 * ranks * len(sizes) * len(moves.MOVES[op]), rows
@@ -93,27 +92,20 @@ def in_steps(rank: int, ranks: int) -> tuple[int, int]:
 
 def test_steps(route: CudaBackend) -> None:
     """The even one has a frame of each pair in a step. The skewed one has few busy pairs: four frames of a pair go together."""
-    even, pieces = (
-        -(-60_000 // rules.even_piece(60_000, 2, 3, 1 << 20)),
-        -(-150_000 // rules.uneven_piece(2, 3, 1 << 20)),
-    )
-    assert even == 4 and pieces == 10
+    even = -(-60_000 // rules.even_piece(60_000, 2, 3, 1 << 20))
+    assert even == 4 and -(-150_000 // rules.uneven_piece(2, 3, 1 << 20)) == 10
     assert world.run(in_steps, 3, seed=1, route=route).values == [(1 + 3, even)] * 3
-
-
-def gaussian(rank: int, numel: int, scale: float = 0.02) -> torch.Tensor:
-    return torch.randn(numel, generator=torch.Generator().manual_seed(rank)).mul_(scale).bfloat16()
 
 
 def counted(rank: int, ranks: int, nodes: Any, uneven: bool) -> tuple[int, float, float]:
     """Returns the bytes of words for other nodes, and the bytes sent to other nodes and to other ranks of this one."""
     levels.pretend(nodes)
     cuts = [8192 * (1 + uneven * peer) for peer in range(ranks)]
-    source = gaussian(rank, sum(cuts)).to(f"cuda:{rank}")
+    source = weights(rank, sum(cuts)).to(f"cuda:{rank}")
     target = torch.empty(ranks * cuts[rank], dtype=source.dtype, device=source.device)
     splits = ([cuts[rank]] * ranks, cuts) if uneven else ()
     moves.coded(**CODED).all_to_all_single(target, source, *splits)
-    wanted = torch.cat([gaussian(peer, sum(cuts)).split(cuts)[rank] for peer in range(ranks)])
+    wanted = torch.cat([weights(peer, sum(cuts)).split(cuts)[rank] for peer in range(ranks)])
     corpus.assert_same_bits(target.cpu(), wanted)
     own = next(node for node in nodes if rank in node)
     words = 2 * sum(cut for peer, cut in enumerate(cuts) if peer not in own)
@@ -130,8 +122,10 @@ def test_bytes_between_nodes(route: CudaBackend, nodes: Any, uneven: bool) -> No
     assert inside == (raw if nodes == PAIRS else 0)
 
 
-def lone(rank: int, ranks: int, calls: Sequence[tuple[int, bool]], noise: bool, slow: bool) -> list[bool]:
-    """Exchanges of so many elements, evenly or not, in mode auto. Returns which were coded."""
+def lone(
+    rank: int, ranks: int, calls: Sequence[tuple[int, bool]], draw: Callable[[int, int], torch.Tensor], slow: bool
+) -> list[bool]:
+    """Exchanges of so many drawn elements, evenly or not, in mode auto. Returns which were coded."""
     if slow:
         state = group_state(None)
         assert state is not None
@@ -139,10 +133,7 @@ def lone(rank: int, ranks: int, calls: Sequence[tuple[int, bool]], noise: bool, 
     device = torch.device("cuda", rank)
     coded = []
     for number, (numel, even) in enumerate(calls):
-        source = gaussian(rank + number, ranks * numel).to(device)
-        if noise:
-            bits = torch.randint(-(1 << 15), 1 << 15, (ranks * numel,), generator=torch.Generator().manual_seed(rank))
-            source = bits.to(torch.int16).view(torch.bfloat16).to(device)
+        source = draw(rank + number, ranks * numel).to(device)
         target = torch.empty_like(source)
         before = mine().counters.launches.total()
         splits = None if even else [numel] * ranks
@@ -154,16 +145,15 @@ def lone(rank: int, ranks: int, calls: Sequence[tuple[int, bool]], noise: bool, 
 
 def test_auto(route: CudaBackend) -> None:
     """Coded where three agreements are saved; otherwise one call in 32 of those of which ranks know nothing ahead."""
-    counters.reset()
     even, uneven = [(2048, True)] * 2, [(2048, False)] * 34
-    plain = world.run(lone, 2, [*even, *uneven], False, False, route=route)
+    plain = world.run(lone, 2, [*even, *uneven], weights, False, route=route)
     assert plain.values == [[False] * 2 + [True] + [False] * 31 + [True, False]] * 2
     (row,) = counters.rows()
     assert row["reasons"] == {PassReason.SMALL_GAIN.value: 2 * (2 + 32)}
-    slow = world.run(lone, 2, [*even, *uneven[:2]], False, True, route=route)
+    slow = world.run(lone, 2, [*even, *uneven[:2]], weights, True, route=route)
     assert slow.values == [[True] * 4] * 2
-    noise = world.run(lone, 2, [*even, *uneven[:3]], True, True, route=route)
-    assert noise.values == [[True, False, True, False, False]] * 2
+    raw = world.run(lone, 2, [*even, *uneven[:3]], noise, True, route=route)
+    assert raw.values == [[True, False, True, False, False]] * 2
 
 
 def test_rules() -> None:
@@ -218,7 +208,7 @@ def test_slots_of_a_segment_of_more_than_4_gib() -> None:
 def damaged(rank: int, ranks: int) -> str:
     """Returns the error of this rank."""
     sizes = [3000, 5000]
-    source = gaussian(rank, 2 * sizes[rank]).to(f"cuda:{rank}")
+    source = weights(rank, 2 * sizes[rank]).to(f"cuda:{rank}")
     target = torch.empty(sum(sizes), dtype=source.dtype, device=source.device)
     before = mine().allocator.live
     try:
@@ -274,19 +264,17 @@ def thrice(rank: int, ranks: int) -> None:
     device = torch.device("cuda", rank)
     api = moves.coded(**CODED)
     for number in range(3):
-        source = gaussian(rank + number, 40_000 if number == 2 else 6000).to(device) * 2
+        source = weights(rank + number, 40_000 if number == 2 else 6000).to(device) * 2
         if number == 1:
             sizes = [[1000, 5000], [5000, 1000]][rank]
             buffer = torch.cat([source, source])
             source, target = buffer[:6000], buffer[500:6500]
             api.all_to_all_single(target, source, sizes, sizes)
-            wanted = [
-                gaussian(peer + 1, 6000).mul(2).split([[1000, 5000], [5000, 1000]][peer])[rank] for peer in (0, 1)
-            ]
+            wanted = [weights(peer + 1, 6000).mul(2).split([[1000, 5000], [5000, 1000]][peer])[rank] for peer in (0, 1)]
         else:
             target = source
             api.all_to_all_single(source, source)
-            wanted = [gaussian(peer + number, len(source)).mul(2).chunk(2)[rank] for peer in (0, 1)]
+            wanted = [weights(peer + number, len(source)).mul(2).chunk(2)[rank] for peer in (0, 1)]
         corpus.assert_same_bits(target.cpu(), torch.cat(wanted))
 
 

@@ -7,7 +7,7 @@ import gc
 import time
 import weakref
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from sim import communicator, nccl, streams
 from sim.device import mine
+from sim.mistakes import filled
 from sim.scheduler import Fault
 from torch.distributed import distributed_c10d as c10d
 
@@ -30,7 +31,6 @@ from ds_zipccl.comm.work import CommError
 from ds_zipccl.kernels.cuda.backend import CudaBackend
 from ds_zipccl.policy import wire
 from ds_zipccl.policy.admission import PassReason
-from ds_zipccl.telemetry import counters
 from on_sim import world
 from on_sim.cases import CASES, CODED, HARD, PATIENT, every_case, once, prepared, reasons
 
@@ -39,10 +39,8 @@ from on_sim.cases import CASES, CODED, HARD, PATIENT, every_case, once, prepared
 
 def refused(rank: int, ranks: int, case: str, behind: str) -> tuple[int, str]:
     """A call whose frames rank 1 refuses, then one call more. Returns the NaNs of the first output, and the error of the second call."""
-    api, (host, wanted) = moves.coded(**CODED), prepared(case, rank, ranks, 3000, 0)
-    given = host.to(f"cuda:{rank}")
-    output = torch.zeros(len(wanted), dtype=given.dtype, device=given.device)
-    CASES[case].call(api, output, given, None, False)
+    given, output, wanted = prepared(case, rank, ranks)
+    CASES[case].call(moves.coded(**CODED), output, given, None, False)
     wrong = int((output.cpu() != wanted).sum())
     assert int(output.isnan().sum().item()) == wrong  # nothing is wrong that does not say so
     try:
@@ -77,10 +75,9 @@ def test_damaged_frame(route: CudaBackend, monkeypatch: pytest.MonkeyPatch, case
 
 def checked(rank: int, ranks: int, case: str) -> str:
     """A checked call, and one call more where it raised nothing. Returns the error."""
-    api, (host, wanted) = moves.coded(**CODED, check="shadow"), prepared(case, rank, ranks, 3000, 0)
-    given = host.to(f"cuda:{rank}")
+    given, output, _ = prepared(case, rank, ranks)
     try:
-        CASES[case].call(api, torch.zeros(len(wanted), dtype=given.dtype, device=given.device), given, None, False)
+        CASES[case].call(moves.coded(**CODED, check="shadow"), output, given, None, False)
     except CommError as error:
         return f"{type(error).__name__}: {error}"
     once(case, rank, ranks, 1000)
@@ -148,13 +145,11 @@ def test_rank_that_never_comes(route: CudaBackend, monkeypatch: pytest.MonkeyPat
 
 def broken(rank: int, ranks: int, case: str) -> str:
     """Rank 1 fails between its agreement and the words. Returns the error of each rank."""
-    host, wanted = prepared(case, rank, ranks, 3000, 0)
-    given = torch.stack([host, host], 1).to(f"cuda:{rank}")[:, 0]
-    output = torch.empty(len(wanted), dtype=host.dtype, device=given.device)
-    more = [torch.empty_like(output), given.contiguous()]
-    CASES[case].call(moves.coded(**CODED), output, given.contiguous(), None, False)
+    given, output, _ = prepared(case, rank, ranks)
+    more = torch.empty_like(output), given.clone()
+    CASES[case].call(moves.coded(**CODED), output, given, None, False)
     try:
-        CASES[case].call(moves.coded(**CODED), output, given, None, False)
+        CASES[case].call(moves.coded(**CODED), output, torch.stack([given, given], 1)[:, 0], None, False)
         CASES[case].call(moves.coded(**CODED), *more, None, False)
     except (CommError, MemoryError) as error:
         return type(error).__name__
@@ -188,13 +183,13 @@ def test_error_in_the_middle(route: CudaBackend, monkeypatch: pytest.MonkeyPatch
 
 def abandoned(rank: int, ranks: int, case: str) -> None:
     """All ranks fail at their second fragment. New tensors take the memory of the call's tensors, which the program drops."""
-    numel = 100_000 if case == "gather" else 40_000
-    host, wanted = prepared(case, rank, ranks, numel, 0)
-    given, output = (torch.zeros(len(one), dtype=one.dtype, device=f"cuda:{rank}") for one in (host, wanted))
+    given, output, _ = prepared(case, rank, ranks, 100_000 if case == "gather" else 40_000)
+    given.zero_()
+    sizes = len(given), len(output)
     with pytest.raises(MemoryError):
         CASES[case].call(moves.coded(**CODED, staging_mib=1), output, given, None, False)
     del given, output
-    fresh = [torch.full((len(one),), 7.0, dtype=host.dtype, device=f"cuda:{rank}") for one in (host, wanted)]
+    fresh = [filled(rank, size, 7, torch.bfloat16) for size in sizes]
     torch.cuda.synchronize()
     assert all((one == 7).all().item() for one in fresh)
 
@@ -236,16 +231,17 @@ def test_wait_with_a_timeout(route: CudaBackend) -> None:
 
 def dropped(rank: int, ranks: int, case: str) -> list[int]:
     """Handles that nobody waits for, whose tensors nobody else has, and new tensors in their place. Returns the live bytes."""
-    api, device = moves.coded(**CODED), torch.device("cuda", rank)
-    host, wanted = prepared(case, rank, ranks, 3000, 0)
     live = []
     for _ in range(6):
-        CASES[case].call(api, torch.empty(len(wanted), dtype=host.dtype, device=device), host.to(device), None, True)
-        fresh = [torch.full((size,), 7.0, dtype=host.dtype, device=device) for size in (len(host), len(wanted))]
+        given, output, _ = prepared(case, rank, ranks)
+        sizes = len(given), len(output)
+        CASES[case].call(moves.coded(**CODED), output, given, None, True)
+        del given, output
+        fresh = [filled(rank, size, 7, torch.bfloat16) for size in sizes]
         assert all((one == 7).all().item() for one in fresh)
         del fresh
         torch.cuda.synchronize()
-        streams_of(device).sweep()
+        streams_of(torch.device("cuda", rank)).sweep()
         live.append(mine().allocator.live)
     return live
 
@@ -259,9 +255,8 @@ def test_dropped_handles(route: CudaBackend, case: str) -> None:
 
 def waited_elsewhere(rank: int, ranks: int, case: str) -> None:
     """A call on one stream, whose handle waits on another one; then work of the first stream gets the memory of the call's own copies."""
-    host, wanted = prepared(case, rank, ranks, 3000, 0)
-    given, output = (torch.zeros(2 * len(one), dtype=one.dtype, device=f"cuda:{rank}")[::2] for one in (host, wanted))
-    given.copy_(host.to(given.device))
+    *dense, wanted = prepared(case, rank, ranks)
+    given, output = (torch.stack([one, one], 1)[:, 0] for one in dense)
     first, second = torch.cuda.Stream(), torch.cuda.Stream()
     for stream in (first, second):
         stream.wait_stream(torch.cuda.current_stream())
@@ -271,7 +266,7 @@ def waited_elsewhere(rank: int, ranks: int, case: str) -> None:
         handle.wait()
         result = torch.cat([output])
     with torch.cuda.stream(first):
-        fresh = [torch.full((len(one),), 7.0, dtype=host.dtype, device=given.device) for one in (host, wanted)]
+        fresh = [filled(rank, len(one), 7, torch.bfloat16) for one in dense]
     torch.cuda.synchronize()
     corpus.assert_same_bits(result.cpu(), wanted)
     assert all((one == 7).all().item() for one in fresh)
@@ -328,29 +323,18 @@ def test_reports_are_bounded() -> None:
 
 
 def captured(rank: int, ranks: int, case: str) -> None:
-    host, wanted = prepared(case, rank, ranks, 3000, 1)
-    given = torch.zeros(len(host), dtype=host.dtype, device=f"cuda:{rank}")
-    output = torch.empty(len(wanted), dtype=given.dtype, device=given.device)
-    recorded = streams.Graph()
+    """The plain collective is in the graph, and its replay sends what is in the tensors then."""
+    values, output, wanted = prepared(case, rank, ranks)
+    given, recorded = torch.zeros_like(values), streams.Graph()
     with recorded.capture():
         CASES[case].call(moves.coded(**CODED), output, given, None, False)
-    given.copy_(host)
+    given.copy_(values)
     recorded.replay()
     corpus.assert_same_bits(output.cpu(), wanted)
 
 
-@every_case
-def test_capture(route: CudaBackend, case: str) -> None:
-    """The plain collective is in the graph, and its replay sends what is in the tensors then."""
-    counters.reset()
-    world.run(captured, 2, case, route=route)
-    assert reasons() == {PassReason.CAPTURED.value: 2}
-
-
 def coalesced(rank: int, ranks: int, case: str) -> None:
-    hosts, wanted = zip(*(prepared(case, rank, ranks, 3000, seed) for seed in range(2)), strict=True)
-    given = [host.to(f"cuda:{rank}") for host in hosts]
-    outputs = [torch.empty(len(one), dtype=one.dtype, device=f"cuda:{rank}") for one in wanted]
+    given, outputs, wanted = zip(*(prepared(case, rank, ranks, 3000, seed) for seed in range(2)), strict=True)
     with dist._coalescing_manager(None, None if case == "gather" else given[0].device, async_ops=True) as manager:
         for output, one in zip(outputs, given, strict=True):
             CASES[case].call(moves.coded(**CODED), output, one, None, case != "gather")
@@ -361,10 +345,10 @@ def coalesced(rank: int, ranks: int, case: str) -> None:
 
 
 @every_case
-def test_coalescing_manager(route: CudaBackend, case: str) -> None:
-    counters.reset()
-    world.run(coalesced, 2, case, route=route)
-    assert reasons() == {PassReason.COALESCED.value: 4}
+@pytest.mark.parametrize("program", [captured, coalesced], ids=lambda program: program.__name__)
+def test_moments_without_coding(route: CudaBackend, program: Callable[..., None], case: str) -> None:
+    world.run(program, 2, case, route=route)
+    assert reasons() == ({PassReason.CAPTURED.value: 2} if program is captured else {PassReason.COALESCED.value: 4})
 
 
 # --- groups
@@ -377,7 +361,6 @@ def alone(rank: int, ranks: int) -> None:
 
 
 def test_groups_of_one(route: CudaBackend) -> None:
-    counters.reset()
     world.run(alone, 2, route=route)
     assert reasons() == {PassReason.ONE_RANK.value: 4}
 
@@ -390,16 +373,8 @@ def passing_groups(rank: int, ranks: int, rounds: int) -> tuple[int, int]:
         group = dist.new_group(order)
         if rank in order:
             for case in CASES:
-                once(
-                    case,
-                    rank,
-                    len(order),
-                    500,
-                    number,
-                    group,
-                    later=bool(number & 2),
-                    mode=["always", "auto"][number % 2],
-                )
+                mode = ["always", "auto"][number % 2]
+                once(case, rank, len(order), 500, number, group, later=bool(number & 2), mode=mode)
             found.append(weakref.ref(states.group_state(group)))  # type: ignore[type-var]
             dist.destroy_process_group(group)
         del group
@@ -426,7 +401,6 @@ def mixed(rank: int, ranks: int) -> None:
 
 
 def test_groups_of_two_backends(route: CudaBackend) -> None:
-    counters.reset()
     world.run(mixed, 2, route=route)
     assert not reasons()
 

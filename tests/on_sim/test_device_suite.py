@@ -20,6 +20,7 @@ import torch.distributed as dist
 from places import PACKAGE
 from pytest import MonkeyPatch
 from sim import device
+from sim.mistakes import filled
 
 from ds_zipccl.comm.device import sizes as agreement
 from ds_zipccl.comm.device.context import DeviceContext
@@ -209,11 +210,9 @@ def test_a_mistake_is_noticed(route: CudaBackend, monkeypatch: MonkeyPatch, plan
 
 def swapped(rank: int, ranks: int, sizes: tuple[int, int]) -> None:
     """Two gathers, which rank 1 calls in the other order."""
-    api, device = moves.coded(nccl="on", nccl_min_bytes=0), torch.device("cuda", rank)
-    inputs = [
-        torch.full((size,), number + rank, dtype=torch.bfloat16, device=device) for number, size in enumerate(sizes)
-    ]
-    outputs = [torch.empty(ranks * size, dtype=torch.bfloat16, device=device) for size in sizes]
+    api = moves.coded(nccl="on", nccl_min_bytes=0)
+    inputs = [filled(rank, size, number + rank, torch.bfloat16) for number, size in enumerate(sizes)]
+    outputs = [filled(rank, ranks * size, -1, torch.bfloat16) for size in sizes]
     handles = [
         api.all_gather_into_tensor(outputs[at], inputs[at], None, True) for at in ((1, 0) if rank == 1 else (0, 1))
     ]

@@ -31,7 +31,7 @@ from ds_zipccl.policy import wire
 from ds_zipccl.policy.admission import PassReason
 from ds_zipccl.telemetry import counters
 from on_sim import plants, world
-from on_sim.cases import bytes_sent
+from on_sim.cases import bytes_sent, documented, weights
 
 pytestmark = pytest.mark.usefixtures("small_frames")
 ALWAYS: dict[str, Any] = {"enabled": True, "mode": "always", "min_bytes": 0, "nccl": "on", "nccl_min_bytes": 0}
@@ -56,16 +56,6 @@ def spread(rank: int, size: int, kind: corpus.Float, seed: int, nodes: Nodes) ->
     reach = 12 if kind is corpus.FP16 else 60
     powers = corpus._below(size, 77 * (node + 1) + seed, reach).astype(np.int64) - reach // 2
     return torch.from_numpy(np.ldexp(integers.astype(np.float64), powers)).to(kind.dtype)
-
-
-def in_two_levels(nodes: Nodes) -> bool:
-    return topology.levels(nodes) and topology.ascending(nodes)
-
-
-def documented(contributions: Sequence[torch.Tensor], nodes: Nodes, average: bool) -> torch.Tensor:
-    if in_two_levels(nodes):
-        return levels.in_two_levels(contributions, nodes, average)
-    return levels.in_one_level(contributions, average)
 
 
 def every_call(
@@ -136,20 +126,18 @@ NODES: dict[str, Nodes] = {
 def test_bits_are_those_of_the_documented_order(route: CudaBackend, name: str) -> None:
     nodes = NODES[name]
     ranks = sum(map(len, nodes))
-    counters.reset()
     cases = ((SIZES, world.ALL_MODES[-1]), (SIZES[-1:], world.Modes()), (SIZES[2:3], world.Modes(declared=True)))
     for seed, (sizes, modes) in enumerate(cases[: 3 if name == "2x2" else 1]):
         world.run(in_documented_order, ranks, nodes, sizes, ALWAYS, seed, seed=seed, modes=modes, route=route)
-    rows = counters.rows()
-    assert {row["op"] for row in rows} >= {"reduce_scatter", "all_reduce_coalesced", "reduce_to_owners"}
-    assert all(row["calls"] and not row["passed"] for row in rows)
+        rows = counters.rows()
+        assert {row["op"] for row in rows} >= {"reduce_scatter", "all_reduce_coalesced", "reduce_to_owners"}
+        assert all(row["calls"] and not row["passed"] for row in rows)
 
 
 @pytest.mark.parametrize("name", tiers.mostly_full(["2x2", "3x1"], ["2x2"], "the same code in one level"))
 def test_the_same_in_pieces(route: CudaBackend, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     pieces(monkeypatch)
     nodes = NODES[name]
-    counters.reset()
     world.run(in_documented_order, sum(map(len, nodes)), nodes, [2051], ALWAYS, modes=world.ALL_MODES[-1], route=route)
     (row,) = (row for row in counters.rows() if row["op"] == "reduce_scatter_tensor")
     assert row["host_waits"] == row["calls"] * (2 if name == "2x2" else 1)
@@ -166,7 +154,6 @@ def incompressible(rank: int, ranks: int, nodes: Nodes, texture: str) -> tuple[f
     exponents = 2 + corpus._below(size, 31 + rank, 200).astype(np.int64)
     mine = corpus.tensor(np.where(words == 0, 0, corpus.with_exponents(words, exponents, kind)).astype(kind.word), kind)
     out = torch.empty(size // ranks, device=f"cuda:{rank}")
-    counters.reset()
     comm.reduce_scatter_tensor(out, mine.to(out.device), config=ZipcclConfig(**ALWAYS))
     every = [torch.empty_like(mine).to(out.device) for _ in range(ranks)]
     dist.all_gather(every, mine.to(out.device))
@@ -228,15 +215,12 @@ def test_plain_sums_for_owners(route: CudaBackend, ranks: int, monkeypatch: pyte
     for in_pieces in (False, True):
         if in_pieces:
             pieces(monkeypatch)
-        counters.reset()
         sizes = (2051,) if in_pieces else (7, 2000, 2051)
         world.run(plain_owners, ranks, nodes_of(ranks, 1), sizes, modes=world.ALL_MODES[-1], route=route)
         (row,) = counters.rows()
         assert not row["host_waits"] and set(row["reasons"]) == {PassReason.PLAIN_SUMS.value}
-        assert (row["calls"], row["passed"]) == (
-            4 * len(sizes) * ranks,
-            len(sizes) * ranks,
-        )  # slices with several owners pass
+        # slices with several owners pass
+        assert (row["calls"], row["passed"]) == (4 * len(sizes) * ranks, len(sizes) * ranks)
         assert row["wire_bytes"] <= 0.51 * row["logical_bytes"]
 
 
@@ -313,7 +297,7 @@ def sent_between(
 ) -> dict[str, float]:
     levels.pretend(nodes)
     found = {}
-    mine = torch.randn(NUMEL, generator=torch.Generator().manual_seed(rank)).bfloat16().to(f"cuda:{rank}")
+    mine = weights(rank, NUMEL).to(f"cuda:{rank}")
     warm = mine[: 64 * ranks].clone()
     comm.all_reduce(warm, config=ZipcclConfig(**ALWAYS))
     for (kind, settings), name in itertools.product(some.items(), calls):
@@ -364,7 +348,7 @@ def test_one_level_sends_more_than_a_ring(route: CudaBackend, monkeypatch: pytes
 def bounded(rank: int, ranks: int) -> tuple[int, int]:
     levels.pretend(nodes_of(2, 2))
     config = ZipcclConfig(**{**ALWAYS, "staging_mib": 1})
-    mine = torch.randn(400_000, generator=torch.Generator().manual_seed(rank)).bfloat16().to(f"cuda:{rank}")
+    mine = weights(rank, 400_000).to(f"cuda:{rank}")
     out = mine.new_empty(100_000)
     peaks = []
     for _ in range(2):
@@ -436,7 +420,6 @@ def reasons(rank: int, ranks: int, nodes: Nodes, settings: dict[str, Any], devic
     ],
 )
 def test_what_is_summed_by_whom(route: CudaBackend, nodes: str, settings: Any, device_sums: str, coded: bool) -> None:
-    counters.reset()
     ranks = sum(map(len, NODES[nodes]))
     world.run(reasons, ranks, NODES[nodes], settings, device_sums, route=route)
     passed = {row["op"]: set(row["reasons"]) for row in counters.rows()}

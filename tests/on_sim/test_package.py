@@ -14,18 +14,15 @@ from ds_zipccl.comm.group_state import group_state
 from ds_zipccl.frame import CodecId, FrameError
 from ds_zipccl.kernels.cuda.backend import CudaBackend
 from on_sim import world
+from on_sim.cases import weights
 from on_sim.world import noticed
-
-
-def words(rank: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
-    return torch.randn(numel, generator=torch.Generator().manual_seed(rank)).to(dtype)
 
 
 def compressed(rank: int, ranks: int) -> None:
     device = torch.device("cuda", rank)
     side = torch.cuda.Stream(device)
     for dtype in (torch.bfloat16, torch.float32):
-        host = words(rank, 2000, dtype)
+        host = weights(rank, 2000, dtype=dtype)
         there = host.to(device)
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):

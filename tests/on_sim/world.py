@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from sim import mistakes, world
 from sim.scheduler import Fault
-from sim.tensor import DeviceTensor, PinnedTensor
+from sim.tensor import Simulated
 from sim.world import ALL_MODES, Machine, Modes, Outcome, replacing
 
 from ds_zipccl import devices, kernels, tensors
@@ -18,6 +18,7 @@ from ds_zipccl.comm.device import streams
 from ds_zipccl.comm.host import staging
 from ds_zipccl.kernels import KernelBackend
 from ds_zipccl.kernels.cuda import launches
+from ds_zipccl.telemetry import counters
 from on_sim.launcher import observe
 
 __all__ = ["ALL_MODES", "Fault", "Machine", "Modes", "Outcome", "noticed", "replacing", "run"]
@@ -26,11 +27,12 @@ __all__ = ["ALL_MODES", "Fault", "Machine", "Modes", "Outcome", "noticed", "repl
 def run(
     function: Callable[..., Any], ranks: int, *arguments: Any, route: KernelBackend | None = None, **options: Any
 ) -> Outcome:
-    """:func:`sim.world.run` for programs that call the package.
+    """:func:`sim.world.run` for programs that call the package, whose counts begin anew: they are those of this run.
 
     Args:
         route: the kernels that the package finds for CUDA tensors; see :func:`on_sim.launcher.route`.
     """
+    counters.reset()
     return world.run(function, ranks, *arguments, installed=functools.partial(_installed, route), **options)
 
 
@@ -51,7 +53,7 @@ def _installed(route: KernelBackend | None) -> Iterator[None]:
     traced = tensors.is_traced
 
     def is_traced(kind: type[torch.Tensor]) -> bool:
-        return traced(torch.Tensor if kind in (DeviceTensor, PinnedTensor) else kind)
+        return traced(torch.Tensor if issubclass(kind, Simulated) else kind)
 
     runtime = _Runtime()
     replaced = [

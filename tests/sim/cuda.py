@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from sim import races
 from sim.device import machine, mine
 from sim.streams import Event, Stream
 
@@ -77,10 +78,9 @@ def cudart() -> SimpleNamespace:
 
 def synchronize(device: Any = None) -> None:
     gpu = mine() if device is None else machine().gpu(device)
-    clock: dict[str, int] = {}
+    clock: races.Clock = {}
     for lane in gpu.lanes:
-        for actor, number in lane.clock.items():
-            clock[actor] = max(number, clock.get(actor, 0))
+        races.take_over(clock, lane.clock)
     gpu.wait(lambda: gpu.scheduler.pending(gpu.rank) == 0, "torch.cuda.synchronize", clock)
 
 

@@ -11,7 +11,7 @@ import torch
 
 from sim import memory, races
 from sim.scheduler import Op, Place, Queue, here
-from sim.tensor import DeviceTensor, PinnedTensor
+from sim.tensor import DeviceTensor, Simulated
 
 #: Operations that a host may be ahead of the device before a launch blocks. CUDA documents no number; programs report about 1024.
 LAUNCH_QUEUE = 1024
@@ -87,10 +87,6 @@ class Gpu:
     @property
     def scheduler(self) -> Any:
         return self.machine.scheduler
-
-    def is_mine(self) -> bool:
-        """Return whether the calling thread is this GPU's host."""
-        return self.machine.mine() is self
 
     def is_locked(self, tensor: torch.Tensor) -> bool:
         """Return whether the pages of a tensor in host memory are locked."""
@@ -320,5 +316,5 @@ def kernel(
 
 def memory_of(tensor: torch.Tensor) -> torch.Tensor:
     """Return the CPU tensor behind a tensor of the GPU or of pinned memory."""
-    assert isinstance(tensor, (DeviceTensor, PinnedTensor)), type(tensor)
+    assert isinstance(tensor, Simulated), type(tensor)
     return tensor.inner

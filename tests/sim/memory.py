@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import bisect
 import itertools
+import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 
@@ -154,18 +155,11 @@ def spans(tensor: torch.Tensor) -> list[tuple[int, int]]:
             run *= length
         else:
             outer.append([at * stride for at in range(length)])
-    starts = sorted({sum(steps) for steps in itertools.product(*outer)}) if _count(outer) <= MOST_RUNS else None
-    if starts is None:
+    if math.prod(map(len, outer)) > MOST_RUNS:
         last = sum((length - 1) * stride for length, stride in zip(tensor.shape, tensor.stride()))
         return [(begin, begin + (last + 1) * size)]
+    starts = sorted({sum(steps) for steps in itertools.product(*outer)})
     return list(_joined((begin + at * size, begin + (at + run) * size) for at in starts))
-
-
-def _count(outer: list[list[int]]) -> int:
-    count = 1
-    for steps in outer:
-        count *= len(steps)
-    return count
 
 
 def _joined(ranges: Iterator[tuple[int, int]]) -> Iterator[tuple[int, int]]:

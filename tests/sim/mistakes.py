@@ -48,14 +48,26 @@ def faulty(wanted: Sequence[str], function: Any, ranks: int, *arguments: Any, **
     return str(fault)
 
 
-def mistake(table: dict[Any, tuple[str, ...]], *wanted: str) -> Callable[[Any], Any]:
-    """Enter a program into a table of programs with a mistake, with what :func:`faulty` shall find."""
+#: Programs with a mistake -> what :func:`faulty` shall find, and on which machine.
+Mistakes = dict[Callable[..., Any], tuple[tuple[str, ...], world.Modes | None]]
+
+
+def mistake(table: Mistakes, *wanted: str, modes: world.Modes | None = None) -> Callable[[Any], Any]:
+    """Enter a program of two ranks into a table. ``modes``: the machine on which alone it is wrong."""
 
     def enter(function: Any) -> Any:
-        table[function] = wanted
+        table[function] = wanted, modes
         return function
 
     return enter
+
+
+def shown(table: Mistakes, program: Callable[..., Any]) -> None:
+    """Fail unless a few seeds find the mistake of a program, and where it is right on other machines, none there."""
+    wanted, modes = table[program]
+    for seed in range(FEW // 2 if modes else 0):
+        world.run(program, 2, seed=seed)
+    faulty(wanted, program, 2, modes=modes or world.Modes())
 
 
 def filled(rank: int, numel: int, value: float, dtype: torch.dtype = torch.float32) -> torch.Tensor:

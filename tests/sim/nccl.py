@@ -105,20 +105,16 @@ class Group(dist.ProcessGroup):
     def allreduce(self, tensors: list[torch.Tensor], opts: Any = None) -> Any:
         opts = opts or dist.AllreduceOptions()
         (tensor,) = tensors
-        signature = {"op": reduction(opts.reduceOp), "count": tensor.numel(), "dtype": tensor.dtype}
-        return self._run("all_reduce", signature, [tensor], [tensor], opts)
+        return self._run("all_reduce", {"op": reduction(opts.reduceOp)}, [tensor], [tensor], opts)
 
     def broadcast(self, tensors: list[torch.Tensor], opts: Any) -> Any:
         (tensor,) = tensors
-        signature = {"root": opts.rootRank, "count": tensor.numel(), "dtype": tensor.dtype}
-        return self._run("broadcast", signature, [tensor], [tensor], opts)
+        return self._run("broadcast", {"root": opts.rootRank}, [tensor], [tensor], opts)
 
     def reduce(self, tensors: list[torch.Tensor], opts: Any) -> Any:
         """On ranks that are not the root the tensor keeps its values."""
         (tensor,) = tensors
-        signature = {
-            "op": reduction(opts.reduceOp), "root": opts.rootRank, "count": tensor.numel(), "dtype": tensor.dtype
-        }  # fmt: skip
+        signature = {"op": reduction(opts.reduceOp), "root": opts.rootRank}
         return self._run("reduce", signature, [tensor], [tensor], opts)
 
     def allgather(self, outputs: list[list[torch.Tensor]], tensors: list[torch.Tensor], opts: Any = None) -> Any:
@@ -146,8 +142,7 @@ class Group(dist.ProcessGroup):
                 f"{output.numel()} {output.dtype} for {self._size} times {tensor.numel()} {tensor.dtype}"
             )
         self._in_place("all_gather", output, tensor)
-        signature = {"count": tensor.numel(), "dtype": tensor.dtype}
-        return self._run("all_gather", signature, [tensor], [output], opts)
+        return self._run("all_gather", {}, [tensor], [output], opts)
 
     def reduce_scatter_single(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any) -> Any:
         if tensor.numel() != output.numel() * self._size or output.dtype != tensor.dtype:
@@ -156,14 +151,13 @@ class Group(dist.ProcessGroup):
                 f"{tensor.numel()} {tensor.dtype} for {self._size} times {output.numel()} {output.dtype}"
             )
         self._in_place("reduce_scatter", tensor, output)
-        signature = {"op": reduction(opts.reduceOp), "count": output.numel(), "dtype": tensor.dtype}
-        return self._run("reduce_scatter", signature, [tensor], [output], opts)
+        return self._run("reduce_scatter", {"op": reduction(opts.reduceOp)}, [tensor], [output], opts)
 
     def alltoall(self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: Any = None) -> Any:
         if len(outputs) != self._size or len(inputs) != self._size:
             raise ValueError(f"all_to_all wants {self._size} tensors each way, got {len(outputs)} and {len(inputs)}")
         self._apart("all_to_all", inputs, outputs)
-        return self._run("all_to_all", {"dtype": inputs[0].dtype}, inputs, outputs, opts, split=True)
+        return self._run("all_to_all", {}, inputs, outputs, opts, split=True)
 
     def all_to_all_single(
         self, output: torch.Tensor, tensor: torch.Tensor, received: list[int], sent: list[int], opts: Any = None
@@ -178,7 +172,7 @@ class Group(dist.ProcessGroup):
             self._dense("all_to_all", [whole])
             parts.append(list(whole.split(sizes)))
         self._apart("all_to_all", [tensor], [output])
-        return self._run("all_to_all", {"dtype": tensor.dtype}, parts[1], parts[0], opts, split=True)
+        return self._run("all_to_all", {}, parts[1], parts[0], opts, split=True)
 
     def barrier(self, opts: Any = None) -> Any:
         """ProcessGroupNCCL::barrier: an all-reduce, for which the host waits."""
@@ -231,6 +225,8 @@ class Group(dist.ProcessGroup):
         gpu = self._gpu
         self._dense(kind, [*inputs, *outputs])
         given, taken = [one.inner for one in inputs], [one.inner for one in outputs]  # type: ignore[attr-defined]
+        count = {} if split else {"count": given[0].numel()}
+        signature = {**signature, **count, "dtype": given[0].dtype}
         on_own = getattr(opts, "asyncOp", False)
 
         def issue(stream: Stream | None = None) -> None:

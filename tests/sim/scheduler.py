@@ -76,46 +76,39 @@ def here() -> Place:
     return Place(tuple(frames))
 
 
+@dataclass(eq=False)
 class Op:
     """An operation in a stream."""
 
-    def __init__(
-        self,
-        kind: str,
-        label: str,
-        body: Callable[[], None],
-        ready: Callable[[], bool] | None = None,
-        why: Callable[[], str] | None = None,
-    ) -> None:
-        #: "kernel", "copy", "record", "wait" or "collective".
-        self.kind = kind
-        self.label = label
-        self.body = body
-        #: Returns whether the operation may end; None: at once.
-        self.ready = ready
-        #: Says what the operation waits for.
-        self.why = why
-        #: Collectives start, which takes the multiprocessors, before they end. Others start and end in one move.
-        self.can_start: Callable[[], bool] | None = None
-        self.begin: Callable[[], None] = lambda: None
-        self.started = self.done = False
-        #: Called when the operation has ended.
-        self.after: list[Callable[[], None]] = []
-        self.number = -1
-        self.place = Place(())
-        self.stream: Queue | None = None
+    #: "kernel", "copy", "record", "wait" or "collective".
+    kind: str
+    label: str
+    body: Callable[[], None]
+    #: Returns whether the operation may end; None: at once.
+    ready: Callable[[], bool] | None = None
+    #: Says what the operation waits for.
+    why: Callable[[], str] | None = None
+    #: Collectives start, which takes the multiprocessors, before they end. Others start and end in one move.
+    can_start: Callable[[], bool] | None = None
+    begin: Callable[[], None] = lambda: None
+    started: bool = False
+    done: bool = False
+    #: Called when the operation has ended.
+    after: list[Callable[[], None]] = field(default_factory=list)
+    place: Place = Place(())
+    stream: Queue | None = None
 
     def __str__(self) -> str:
         return f"{self.label} at {self.place}"
 
 
+@dataclass(eq=False)
 class Queue:
     """The operations of a stream that have not ended."""
 
-    def __init__(self, rank: int, name: str) -> None:
-        self.rank = rank
-        self.name = name
-        self.ops: deque[Op] = deque()
+    rank: int
+    name: str
+    ops: deque[Op] = field(default_factory=deque)
 
     def __str__(self) -> str:
         return f"stream {self.name} of rank {self.rank}"
@@ -170,7 +163,6 @@ class Scheduler:
         self.spinning: list[set[Op]] = [set() for _ in range(ranks)]
         #: Submitted operations of a rank that have not started, for one hardware queue.
         self._unstarted: list[deque[Op]] = [deque() for _ in range(ranks)]
-        self._submitted = 0
 
     # --- for hosts
 
@@ -184,8 +176,6 @@ class Scheduler:
     def submit(self, queue: Queue, op: Op) -> None:
         """Put an operation at the end of a stream."""
         op.stream, op.place = queue, here()
-        op.number = self._submitted
-        self._submitted += 1
         queue.ops.append(op)
         self._unstarted[queue.rank].append(op)
 
@@ -248,23 +238,19 @@ class Scheduler:
                 self._move(moves)
             elif hosts:
                 return self.random.choice(hosts)
-            elif all(host.ended for host in self.hosts) and (self._patient or not self._working()):
+            elif all(host.ended for host in self.hosts) and (self._patient or not self._heads()):
                 return None
             elif self._patient and (polling := [host for host in self.hosts if host.polls]):
                 return self.random.choice(polling)
             else:
                 self.fail(Fault("deadlock", "no host and no stream can move\n" + self._graph()))
 
-    def _working(self) -> bool:
-        return any(queue.ops for queues in self.queues for queue in queues)
+    def _heads(self) -> list[Op]:
+        """Return the first operation of each stream that has any."""
+        return [queue.ops[0] for queues in self.queues for queue in queues if queue.ops]
 
     def _moves(self) -> list[Op]:
-        found = []
-        for queues in self.queues:
-            for queue in queues:
-                if queue.ops and self._hindrance(queue.ops[0]) is None:
-                    found.append(queue.ops[0])
-        return found
+        return [op for op in self._heads() if self._hindrance(op) is None]
 
     def _hindrance(self, op: Op) -> str | None:
         """Return why the head of a stream cannot move; None if it can."""
@@ -281,11 +267,8 @@ class Scheduler:
             # A spinning NCCL kernel that takes all multiprocessors leaves no room for another kernel (NVIDIA/nccl#195).
             if self._busy and op.kind in ("kernel", "collective") and self.spinning[rank]:
                 return f"the multiprocessors are held by {next(iter(self.spinning[rank]))}"
-            if op.can_start is not None:
-                return None if op.can_start() else f"waits for {op.why() if op.why else '?'}"
-        if op.ready is None or op.ready():
-            return None
-        return f"waits for {op.why() if op.why else '?'}"
+        may_move = op.ready if op.started or op.can_start is None else op.can_start
+        return None if may_move is None or may_move() else f"waits for {op.why() if op.why else '?'}"
 
     def _move(self, moves: list[Op]) -> None:
         self.progress += 1
@@ -324,9 +307,7 @@ class Scheduler:
                 lines.append(f"  host of rank {host.rank}: its program has ended")
             elif host.waiting:
                 lines.append(f"  host of rank {host.rank}: waits for {host.waiting[1]} at {host.waiting[2]}")
-        for queues in self.queues:
-            for queue in queues:
-                if queue.ops:
-                    op = queue.ops[0]
-                    lines.append(f"  {queue}: {op} {self._hindrance(op)} ({len(queue.ops) - 1} operations behind)")
+        for op in self._heads():
+            behind = len(op.stream.ops) - 1  # type: ignore[union-attr]
+            lines.append(f"  {op.stream}: {op} {self._hindrance(op)} ({behind} operations behind)")
         return "\n".join(lines)

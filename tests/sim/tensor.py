@@ -20,11 +20,25 @@ _aten: Any = torch.ops.aten
 _CPU = torch.device("cpu")
 
 
-class DeviceTensor(torch.Tensor):
-    """A tensor of a simulated GPU. ``inner``: the same memory, as a plain CPU tensor, which only the simulator touches."""
+class Simulated(torch.Tensor):
+    """A tensor of the simulation. ``inner``: the same memory, as a plain CPU tensor, which only the simulator touches."""
 
     gpu: Any
     inner: torch.Tensor
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        return f"{type(self).__name__}(shape={tuple(self.shape)}, dtype={self.dtype}, device={self.device})"
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return dispatch(func, args, kwargs or {})
+
+
+class DeviceTensor(Simulated):
+    """A tensor of a simulated GPU."""
+
     lease: memory.Lease
 
     @staticmethod
@@ -32,8 +46,6 @@ class DeviceTensor(torch.Tensor):
         self = torch.Tensor._make_subclass(cls, inner, False, dispatch_device=True, device_for_backend_keys=gpu.device)
         self.gpu, self.inner, self.lease = gpu, inner, lease
         return self
-
-    __torch_function__ = torch._C._disabled_torch_function_impl
 
     @property
     def device(self) -> torch.device:
@@ -55,27 +67,15 @@ class DeviceTensor(torch.Tensor):
     def record_stream(self, stream: Any) -> None:
         self.lease.holders.append(stream.lane)
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
-        return f"DeviceTensor(shape={tuple(self.shape)}, dtype={self.dtype}, device={self.device})"
 
-    @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return dispatch(func, args, kwargs or {})
-
-
-class PinnedTensor(torch.Tensor):
+class PinnedTensor(Simulated):
     """A tensor in pinned host memory. The host's reads and writes of it are accesses, which need an order with those of streams."""
-
-    gpu: Any
-    inner: torch.Tensor
 
     @staticmethod
     def __new__(cls, gpu: Any, inner: torch.Tensor) -> PinnedTensor:
         self = torch.Tensor._make_subclass(cls, inner, False)
         self.gpu, self.inner = gpu, inner
         return self
-
-    __torch_function__ = torch._C._disabled_torch_function_impl
 
     def is_pinned(self, device: Any = None) -> bool:
         return True
@@ -88,16 +88,9 @@ class PinnedTensor(torch.Tensor):
         self.gpu.host_access(self.inner, False, "numpy")
         return self.inner.numpy(force=force)
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
-        return f"PinnedTensor(shape={tuple(self.shape)}, dtype={self.dtype})"
-
-    @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return dispatch(func, args, kwargs or {})
-
 
 def _inner(value: Any) -> Any:
-    return value.inner if isinstance(value, (DeviceTensor, PinnedTensor)) else value
+    return value.inner if isinstance(value, Simulated) else value
 
 
 def dispatch(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -208,7 +201,7 @@ def _gpu(func: Any, found: list[torch.Tensor]) -> Any:
     """Return the GPU of the tensors, which is the calling rank's."""
     gpus = {tensor.gpu for tensor in found if isinstance(tensor, DeviceTensor)}
     gpu = gpus.pop()
-    if gpus or not gpu.is_mine():
+    if gpus or gpu.machine.mine() is not gpu:
         gpu.machine.fail("device", f"{func} at {here()} uses the memory of another rank's GPU")
     return gpu
 
@@ -234,9 +227,8 @@ def _copy(func: Any, target: torch.Tensor, source: torch.Tensor, non_blocking: b
         return target
     if there:
         origin = origin.clone()  # the driver takes a copy of pageable memory before it returns
-        gpu.launch("copy", "copy_", lambda: to.copy_(origin), [], [to])
-    else:
-        gpu.launch("copy", "copy_", lambda: to.copy_(origin), [origin], [])
+    reads, writes = ([], [to]) if there else ([origin], [])
+    gpu.launch("copy", "copy_", lambda: to.copy_(origin), reads, writes)
     gpu.synchronize_stream("a copy from or to pageable host memory")
     return target
 

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from sim import device, memory, streams, world
 from sim.device import kernel
-from sim.mistakes import faulty, filled, mistake
+from sim.mistakes import Mistakes, faulty, filled, mistake, shown
 from sim.scheduler import Fault
 
 # --- tensors
@@ -62,17 +62,8 @@ def tensors_of_torch(rank: int, ranks: int) -> None:
     assert torch.cuda.current_stream() == torch.cuda.default_stream() and torch.cuda.current_stream().query()
 
 
-def test_tensors_of_torch() -> None:
-    for seed in range(3):
-        world.run(tensors_of_torch, 2, seed=seed)
-
-
 def unwritten(rank: int, ranks: int) -> list[int]:
     return torch.empty(4, dtype=torch.uint8, device=f"cuda:{rank}").tolist()
-
-
-def test_new_memory_is_poison() -> None:
-    assert world.run(unwritten, 1).values == [[memory.POISON] * 4]
 
 
 def reuse(rank: int, ranks: int) -> tuple[bool, bool, bool, bool]:
@@ -85,11 +76,6 @@ def reuse(rank: int, ranks: int) -> tuple[bool, bool, bool, bool]:
         apart = torch.empty(100, device=f"cuda:{rank}")
     poison = set(second.view(torch.uint8).tolist()) == {memory.POISON}
     return second.data_ptr() == place, apart.data_ptr() == place, used.sum().item() == 200, poison
-
-
-def test_memory_is_used_again_by_its_stream_alone() -> None:
-    for seed in range(8):
-        assert world.run(reuse, 1, seed=seed).values == [(True, False, True, True)]
 
 
 def held(rank: int, ranks: int, record: bool) -> bool:
@@ -114,7 +100,7 @@ def test_record_stream() -> None:
 
 # --- mistakes
 
-MISTAKES: dict[Callable[..., Any], tuple[str, ...]] = {}
+MISTAKES: Mistakes = {}
 
 
 @mistake(MISTAKES, "race", "made", "multiplied")
@@ -206,11 +192,7 @@ def never_reached(rank: int, ranks: int) -> None:
             pass
 
 
-@pytest.mark.parametrize("program", MISTAKES, ids=lambda program: program.__name__)
-def test_mistakes(program: Callable[..., Any]) -> None:
-    faulty(MISTAKES[program], program, 2)
-
-
+@mistake(MISTAKES, "undeclared", "undeclared", "other memory", modes=world.Modes(declared=True))
 def undeclared(rank: int, ranks: int) -> None:
     """A kernel that writes a tensor which it names as one that it reads."""
     words, other = filled(rank, 8, 1), filled(rank, 8, 2)  # <other memory>
@@ -219,11 +201,6 @@ def undeclared(rank: int, ranks: int) -> None:
         reads[0][3] = writes[0][3] = 5
 
     kernel("both", both, [other], [words])  # <undeclared>
-
-
-def test_kernels_write_what_they_name() -> None:
-    world.run(undeclared, 1)
-    faulty(("undeclared", "undeclared", "other memory"), undeclared, 1, modes=world.Modes(declared=True))
 
 
 def stuck(rank: int, ranks: int) -> None:
@@ -297,7 +274,9 @@ def test_lazy_loading() -> None:
     assert "to load codec at its first launch" in said, said
 
 
+@mistake(MISTAKES, "deadlock", "waits first", "sets second", modes=world.Modes(one_queue=True))
 def flag_set_later(rank: int, ranks: int) -> None:
+    """A wait for work that is submitted later."""
     flag = streams.Flag()
     flag.wait()  # <waits first>
     with torch.cuda.stream(torch.cuda.Stream()):
@@ -305,27 +284,15 @@ def flag_set_later(rank: int, ranks: int) -> None:
     torch.cuda.synchronize()
 
 
-def test_one_hardware_queue() -> None:
-    """A wait for work that is submitted later is a deadlock behind one queue, and only there."""
-    for seed in range(6):
-        world.run(flag_set_later, 1, seed=seed)
-    faulty(("deadlock", "waits first", "sets second"), flag_set_later, 1, modes=world.Modes(one_queue=True))
-
-
+@mistake(MISTAKES, "deadlock", "holds", "held up", modes=world.Modes(busy=True))
 def kernel_beside_a_spin(rank: int, ranks: int) -> None:
+    """A kernel that is needed while another one spins, without room on the device."""
     flag = streams.Flag()
     flag.spin()  # <holds>
     with torch.cuda.stream(torch.cuda.Stream()):
         kernel("needed", lambda reads, writes: None, [], [])  # <held up>
         torch.cuda.current_stream().synchronize()
     flag.set()
-
-
-def test_busy_multiprocessors() -> None:
-    """A kernel that is needed while another one spins: right with room on the device, a deadlock without."""
-    for seed in range(6):
-        world.run(kernel_beside_a_spin, 1, seed=seed)
-    faulty(("deadlock", "holds", "held up"), kernel_beside_a_spin, 1, modes=world.Modes(busy=True))
 
 
 def two_groups_connect(rank: int, ranks: int) -> None:
@@ -336,6 +303,7 @@ def two_groups_connect(rank: int, ranks: int) -> None:
         dist.distributed_c10d._get_default_store().set("go", "1")
 
 
+@mistake(MISTAKES, "deadlock", "first exchange", "waits for go", modes=world.Modes(connect=True))
 def host_of_other_rank(rank: int, ranks: int) -> None:
     value = filled(rank, 8, 1)
     store = dist.distributed_c10d._get_default_store()
@@ -347,11 +315,9 @@ def host_of_other_rank(rank: int, ranks: int) -> None:
         dist.all_reduce(value)
 
 
-def test_first_exchange_blocks_hosts() -> None:
+def test_first_exchanges_of_two_groups() -> None:
     for seed in range(6):
-        world.run(host_of_other_rank, 2, seed=seed)
         world.run(two_groups_connect, 2, seed=seed, modes=world.Modes(connect=True))
-    faulty(("deadlock", "first exchange", "waits for go"), host_of_other_rank, 2, modes=world.Modes(connect=True))
 
 
 def graph(rank: int, ranks: int) -> list[float]:
@@ -363,10 +329,6 @@ def graph(rank: int, ranks: int) -> list[float]:
     recorded.replay()
     recorded.replay()
     return before + words.tolist()
-
-
-def test_graphs() -> None:
-    assert world.run(graph, 1).values == [[1, 1, 9, 9]]
 
 
 def graph_of_a_collective(rank: int, ranks: int) -> list[float]:
@@ -381,6 +343,23 @@ def graph_of_a_collective(rank: int, ranks: int) -> list[float]:
     return words.tolist()
 
 
-def test_graphs_of_collectives() -> None:
-    for seed in range(5):
-        assert world.run(graph_of_a_collective, 2, seed=seed).values == [[4, 4], [5, 5]]
+#: Rule -> a program that shows it, seeds, and the value of each rank.
+RIGHT: dict[str, tuple[Callable[..., Any], int, list[Any]]] = {
+    "tensors are those of torch": (tensors_of_torch, 3, [None, None]),
+    "new memory is poison": (unwritten, 1, [[memory.POISON] * 4]),
+    "memory is used again by its stream alone": (reuse, 8, [(True, False, True, True)]),
+    "a graph runs when it is replayed": (graph, 1, [[1, 1, 9, 9]]),
+    "collectives are captured too": (graph_of_a_collective, 5, [[4, 4], [5, 5]]),
+}
+
+
+@pytest.mark.parametrize("rule", RIGHT)
+def test_right_programs(rule: str) -> None:
+    program, seeds, wanted = RIGHT[rule]
+    for seed in range(seeds):
+        assert world.run(program, len(wanted), seed=seed).values == wanted
+
+
+@pytest.mark.parametrize("program", MISTAKES, ids=lambda program: program.__name__)
+def test_mistakes(program: Callable[..., Any]) -> None:
+    shown(MISTAKES, program)

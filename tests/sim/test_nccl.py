@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from sim import memory, world
-from sim.mistakes import faulty, filled, mistake, noticed
+from sim.mistakes import Mistakes, faulty, filled, mistake, noticed, shown
 
 
 def ended(work: Any) -> None:
@@ -116,7 +116,7 @@ def test_sums_have_no_order() -> None:
 
 # --- one mistake each
 
-MISTAKES: dict[Callable[..., Any], tuple[str, ...]] = {}
+MISTAKES: Mistakes = {}
 #: Kind of the fault -> programs of one call, each with its marker; those that "would hang" name the place of both ranks.
 CALLS: dict[str, dict[str, Callable[[int, int], Any]]] = {
     "would hang": {
@@ -213,11 +213,6 @@ def handle_not_waited_for(rank: int, ranks: int) -> None:
     value.add_(1)  # <used>
 
 
-@pytest.mark.parametrize("program", MISTAKES, ids=lambda program: program.__name__)
-def test_mistakes(program: Callable[..., Any]) -> None:
-    faulty(MISTAKES[program], program, 2)
-
-
 def read_too_early(rank: int, ranks: int) -> float:
     value = filled(rank, 4, 1)
     side = torch.cuda.Stream()
@@ -254,6 +249,8 @@ def test_operations_of_a_group_run_in_order() -> None:
             assert mine == ["all_reduce 0 of group world", "all_reduce 1 of group world"]
 
 
+#: One order is enough for NCCL 2.26 with NCCL_LAUNCH_ORDER_IMPLICIT; without, the operations must not run side by side.
+@mistake(MISTAKES, "may deadlock", "at once 0", "at once 1", modes=world.Modes(strict_communicators=True))
 def two_groups_at_once(rank: int, ranks: int) -> None:
     other = dist.new_group([0, 1])
     first, second = filled(rank, 4, 1), filled(rank, 4, 2)
@@ -269,22 +266,12 @@ def two_groups_in_turn(rank: int, ranks: int) -> None:
     assert value.cpu().tolist() == [4.0] * 4
 
 
-AT_ONCE = ("at once 0", "at once 1")
-
-
-def test_two_groups_at_once() -> None:
-    """One order is enough for NCCL 2.26 with NCCL_LAUNCH_ORDER_IMPLICIT; without, the operations must not run side by side."""
-    for seed in range(10):
-        world.run(two_groups_at_once, 2, seed=seed)
-        world.run(two_groups_in_turn, 2, seed=seed, modes=world.Modes(strict_communicators=True))
-    faulty(("may deadlock", *AT_ONCE), two_groups_at_once, 2, modes=world.Modes(strict_communicators=True))
-
-
 def test_two_groups_that_take_all_multiprocessors() -> None:
     """Kernels of two streams start in any order: without an order of launches one rank may start with one group, one with the other."""
-    faulty(("deadlock", *AT_ONCE), two_groups_at_once, 2, modes=world.Modes(busy=True), seeds=40)
+    faulty(("deadlock", "at once 0", "at once 1"), two_groups_at_once, 2, modes=world.Modes(busy=True), seeds=40)
     for seed in range(10):
-        world.run(two_groups_in_turn, 2, seed=seed, modes=world.Modes(busy=True))
+        for modes in (world.Modes(busy=True), world.Modes(strict_communicators=True)):
+            world.run(two_groups_in_turn, 2, seed=seed, modes=modes)
 
 
 def circle(rank: int, ranks: int) -> None:
@@ -316,3 +303,8 @@ def sizes(rank: int, ranks: int) -> None:
 
 def test_sizes_that_torch_refuses() -> None:
     world.run(sizes, 2)
+
+
+@pytest.mark.parametrize("program", MISTAKES, ids=lambda program: program.__name__)
+def test_mistakes(program: Callable[..., Any]) -> None:
+    shown(MISTAKES, program)

@@ -186,11 +186,6 @@ RACES = {
 }
 
 
-@pytest.mark.parametrize("mistake", RACES)
-def test_races_of_gathers(mistake: str) -> None:
-    faulty(("race", *RACES[mistake]), gathers, 2, mistake)
-
-
 #: The status word that is not waited for says "no failure" before and after.
 SILENT = {"decoder does not wait for the memory of the caller"}
 
@@ -216,9 +211,11 @@ AGREEMENTS = {
 }
 
 
-@pytest.mark.parametrize("mistake", AGREEMENTS)
-def test_races_of_agreements(mistake: str) -> None:
-    faulty(("race", *AGREEMENTS[mistake]), agreement, 2, mistake)
+@pytest.mark.parametrize("mistake", [*RACES, *AGREEMENTS])
+def test_races(mistake: str) -> None:
+    """Of gathers and agreements."""
+    program, markers = (gathers, RACES) if mistake in RACES else (agreement, AGREEMENTS)
+    faulty(("race", *markers[mistake]), program, 2, mistake)
 
 
 def test_host_waits_and_bytes() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -45,22 +46,20 @@ def first_race_of_torch(program: list[Action]) -> int | None:
         handler._handle_event_creation(event)
     for tensor in range(TENSORS):
         handler._handle_memory_allocation(tensor + 1)
-    for number, (kind, *what) in enumerate(program):
-        if kind == "launch":
-            stream, reads, writes = what
-            read, written = {tensor + 1 for tensor in reads}, {tensor + 1 for tensor in writes}
-            aliases: dict[int, list[str]] = {tensor: [] for tensor in read | written}
-            if handler._handle_kernel_launch(stream + 1, read, written, set(), "kernel", aliases):
-                return number
-        elif kind == "record":
-            handler._handle_event_record(what[0], what[1] + 1)
-        elif kind == "wait":
-            handler._handle_event_wait(what[0], what[1] + 1)
-        elif kind == "sync stream":
-            handler._handle_stream_synchronization(what[0] + 1)
-        else:
-            handler._handle_event_synchronization(what[0])
-    return None
+
+    def launch(stream: int, reads: tuple[int, ...], writes: tuple[int, ...]) -> Any:
+        read, written = {tensor + 1 for tensor in reads}, {tensor + 1 for tensor in writes}
+        aliases: dict[int, list[str]] = {tensor: [] for tensor in read | written}
+        return handler._handle_kernel_launch(stream + 1, read, written, set(), "kernel", aliases)
+
+    does: dict[str, Callable[..., Any]] = {
+        "launch": launch,
+        "record": lambda event, stream: handler._handle_event_record(event, stream + 1),
+        "wait": lambda event, stream: handler._handle_event_wait(event, stream + 1),
+        "sync stream": lambda stream: handler._handle_stream_synchronization(stream + 1),
+        "sync event": handler._handle_event_synchronization,
+    }
+    return next((number for number, (kind, *what) in enumerate(program) if does[kind](*what)), None)
 
 
 def run_actions(rank: int, ranks: int, program: list[Action], done: list[int]) -> list[list[int]]:
