@@ -22,9 +22,8 @@ import test_engines_versions as on_gloo
 import tiers
 import torch
 import torch.distributed as dist
-from engines import SOURCES, Lab, Model, bits, rank_program
+from engines import SOURCES, ZERO3, Lab, Model, bits, rank_program
 from programs import launch, plain_and_coded
-from test_engines import ZERO3
 from torch import nn
 
 from ds_zipccl.comm import CommError
@@ -61,12 +60,8 @@ def trained(lab: Lab) -> None:
     lab.ends("evaluated", {})
 
 
-def one_by_one(lab: Lab) -> None:
-    lab.train_phase(start(lab, zero={"allgather_sequential": True}), 3, "3 steps", {})
-
-
-def hpz(lab: Lab) -> None:
-    lab.train_phase(start(lab, zero={"zero_hpz_partition_size": 2}), 3, "3 steps", {})
+def three_steps(lab: Lab, **zero: Any) -> None:
+    lab.train_phase(start(lab, zero=zero), 3, "3 steps", {})
 
 
 def autocast(lab: Lab) -> None:
@@ -204,10 +199,13 @@ def planted(engine: Any) -> None:
 
 
 CASES: dict[str, Callable[[Lab], None]] = {
-    case.__name__: case
-    for case in (trained, one_by_one, autocast, hpz, frozen, edited, set_outside, checkpoint, skipped, written)
+    case.__name__: case for case in (trained, autocast, frozen, edited, set_outside, checkpoint, skipped, written)
 }
-CASES["set fp32"] = functools.partial(set_outside, bf16={"enabled": False})
+CASES |= {
+    "one_by_one": functools.partial(three_steps, allgather_sequential=True),
+    "hpz": functools.partial(three_steps, zero_hpz_partition_size=2),
+    "set fp32": functools.partial(set_outside, bf16={"enabled": False}),
+}
 
 
 def read(lab: Lab) -> None:

@@ -123,12 +123,11 @@ class Logger:
         return "reset"
 
 
-def test_the_logger_is_watched_once_and_left_alone_without_coded_calls() -> None:
+def test_the_logger_is_watched_and_left_alone_without_coded_calls() -> None:
     module: Any = SimpleNamespace(comms_logger=Logger())
     hook_points.adopt(module, "deepspeed.comm.comm")
     once = module.comms_logger.log_all
-    hook_points.adopt(module, "deepspeed.comm.comm")
-    assert module.comms_logger.log_all is once and once.__doc__ == "DeepSpeed's method."
+    assert once.__doc__ == "DeepSpeed's method."
     with redirect_stdout(io.StringIO()) as said:
         assert once() is None and once(return_dict=True) == {"summary": {}}
         assert said.getvalue() == ""
