@@ -25,7 +25,6 @@ torch.set_num_threads(1)
 NEED_DEEPSPEED = (
     "benchmarks/tests/test_bench_roles.py",
     "benchmarks/tests/test_bench_train.py",
-    "tests/cli/test_notebook.py",
     "tests/comm/test_environments.py",
     "tests/docs/test_docs.py",
     "tests/integration/test_backend.py",

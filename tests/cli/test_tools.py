@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -12,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import variants
-from commands import assert_refused, command, content, outcome, shannon
+from commands import assert_refused, command, content, outcome, python, shannon
 
 from ds_zipccl import codecs, kernels, ops
 from ds_zipccl.__main__ import COMMANDS, main
@@ -51,7 +48,7 @@ heavy = {"torch", "deepspeed", "numpy", "numba", "matplotlib"} & set(sys.modules
 assert not heavy, heavy
 print(out.getvalue())
 """
-    result = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, timeout=60)
+    result = python("-c", probe)
     assert result.returncode == 0, result.stderr
     printed = " ".join(result.stdout.split())
     for words, (_, about) in COMMANDS.items():
@@ -286,9 +283,7 @@ from ds_zipccl.__main__ import main
 sys.exit(main(["report"]))
 """
     broken = {"CXX": "/nonexistent/c++", "DS_ZIPCCL": "{", "DS_ZIPCCL_CACHE": str(tmp_path), "DS_ACCELERATOR": "cpu"}
-    result = subprocess.run(
-        [sys.executable, "-c", probe], capture_output=True, text=True, timeout=120, env={**os.environ, **broken}
-    )
+    result = python("-c", probe, **broken)
     assert result.returncode == 1, result.stderr
     assert result.stdout.splitlines()[-1].startswith("no route for CPU tensors works here"), result.stdout
     assert "no C++ compiler (/nonexistent/c++" in result.stdout
