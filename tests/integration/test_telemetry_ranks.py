@@ -23,12 +23,9 @@ RANGES = {"ds_zipccl.encode", "ds_zipccl.wire", "ds_zipccl.decode"}
 
 
 @pytest.fixture(autouse=True)
-def empty(monkeypatch: pytest.MonkeyPatch) -> Any:
+def empty(no_counts: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Counts of zero, and no group of an earlier test, whose NCCL the profiler of a torch without NCCL would ask for its version."""
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: False)
-    counters.reset()
-    yield
-    counters.reset()
 
 
 # ---- ranges
