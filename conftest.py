@@ -12,6 +12,8 @@ import tiers
 import torch
 import variants
 
+from ds_zipccl.telemetry import counters
+
 if importlib.util.find_spec("hypothesis"):  # a machine with a GPU may lack it, and runs the files that do without
     from hypothesis import settings
 
@@ -25,7 +27,6 @@ torch.set_num_threads(1)
 NEED_DEEPSPEED = (
     "benchmarks/tests/test_bench_roles.py",
     "benchmarks/tests/test_bench_train.py",
-    "tests/cli/test_notebook.py",
     "tests/comm/test_environments.py",
     "tests/docs/test_docs.py",
     "tests/integration/test_backend.py",
@@ -97,6 +98,14 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
     alone, network = (item.get_closest_marker(name) is not None for name in ("alone", "network"))
     with turns.turn(alone, network):
         return (yield)
+
+
+@pytest.fixture
+def no_counts() -> Iterator[None]:
+    """The counters of telemetry are empty before the test and after it."""
+    counters.reset()
+    yield
+    counters.reset()
 
 
 route = variants.each(variants.ALL)

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import ast
-import os
 import re
-import subprocess
-import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path, PurePosixPath
 
 import pytest
 import size
+from commands import python
 
 import ds_zipccl
 from ds_zipccl.config import KEYS
@@ -205,8 +203,7 @@ def test_the_simulator_does_not_know_the_package() -> None:
     texts = [path.read_text() for path in (ROOT / "tests" / "sim").iterdir() if path.is_file()]
     assert len(texts) > 10 and not any("ds_zipccl" in text or "on_sim import" in text for text in texts)
     code = "import sys; sys.modules['ds_zipccl'] = None; from sim import mistakes, world"
-    environment = {**os.environ, "PYTHONPATH": str(ROOT / "tests"), "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
-    ran = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=120)
+    ran = python("-c", code, PYTHONPATH=str(ROOT / "tests"), TORCH_DEVICE_BACKEND_AUTOLOAD="0")
     assert ran.returncode == 0, ran.stderr
 
 
@@ -288,7 +285,5 @@ assert torch.equal(ds_zipccl.decompress(ds_zipccl.compress(x, route="numba")), x
 
 
 def test_importing_costs_nothing_and_needs_no_deepspeed(tmp_path: Path) -> None:
-    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-    environment = {**os.environ, "PYTHONPATH": path, "DS_ZIPCCL_CACHE": str(tmp_path / "cache")}
-    result = subprocess.run([sys.executable, "-c", LIGHT], env=environment, capture_output=True, text=True, timeout=400)
+    result = python("-c", LIGHT, DS_ZIPCCL_CACHE=str(tmp_path / "cache"))
     assert result.returncode == 0, result.stderr

@@ -6,6 +6,7 @@ import inspect
 import os
 import re
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import FrameType
@@ -44,13 +45,11 @@ def holds_tensor(value: Any) -> bool:
     )
 
 
-class Trace:
-    """The package's files with a function that was given a tensor, alone or in a list."""
+def passed(call: Callable[[], Any]) -> list[str]:
+    """The package's files with a function that was given a tensor during a call, alone or in a list."""
+    files: set[str] = set()
 
-    def __init__(self) -> None:
-        self.files: set[str] = set()
-
-    def __call__(self, frame: FrameType, event: str, argument: Any) -> None:
+    def trace(frame: FrameType, event: str, argument: Any) -> None:
         file = Path(frame.f_code.co_filename)
         if event == "call" and file.is_relative_to(PACKAGE):
             arguments = inspect.getargvalues(frame)
@@ -58,7 +57,12 @@ class Trace:
             given = [arguments.locals.get(name) for name in names]
             given += arguments.locals.get(arguments.keywords or "", {}).values()
             if any(map(holds_tensor, given)):
-                self.files.add(file.relative_to(PACKAGE).as_posix())
+                files.add(file.relative_to(PACKAGE).as_posix())
+
+    sys.setprofile(trace)
+    call()
+    sys.setprofile(None)
+    return sorted(files)
 
 
 def traced(rank: int, ranks: int, heading: str) -> list[str]:
@@ -79,12 +83,8 @@ def traced(rank: int, ranks: int, heading: str) -> list[str]:
             deepspeed.comm.reduce_scatter_tensor(shard, whole)
 
     call()  # builds and decides
-    trace = Trace()
-    sys.setprofile(trace)
-    call()
-    sys.setprofile(None)
     assert type(deepspeed.comm.comm.cdb).__name__ == "ZipcclBackend"
-    return sorted(trace.files)
+    return passed(call)
 
 
 def from_base(deepspeed: Any) -> list[str]:
@@ -107,14 +107,12 @@ def from_base(deepspeed: Any) -> list[str]:
             "zipccl": {"enabled": True, "mode": "always"},
         },
     )
-    trace = Trace()
-    for step in range(3):
-        sys.setprofile(trace if step == 2 else None)
-        loss = engine(torch.ones(1, 1024, dtype=torch.bfloat16)).sum()
-        sys.setprofile(None)
-        engine.backward(loss)
+    losses: list[torch.Tensor] = []
+    for _ in range(3):
+        files = passed(lambda: losses.append(engine(torch.ones(1, 1024, dtype=torch.bfloat16)).sum()))
+        engine.backward(losses[-1])
         engine.step()
-    return sorted(trace.files)
+    return files
 
 
 HEADINGS = ["`all_gather_into_tensor`", "`reduce_scatter_tensor`", FROM_BASE]
@@ -135,11 +133,7 @@ def on_gpu(rank: int, ranks: int, files: dict[int, list[str]]) -> None:
     shard = torch.randn(1 << 14, generator=torch.Generator().manual_seed(rank)).bfloat16().to(device)
     whole = torch.empty(ranks << 14, dtype=torch.bfloat16, device=device)
     comm.all_gather_into_tensor(whole, shard, config=config)  # decides
-    trace = Trace()
-    sys.setprofile(trace)
-    comm.all_gather_into_tensor(whole, shard, config=config)
-    sys.setprofile(None)
-    files[rank] = sorted(trace.files)
+    files[rank] = passed(lambda: comm.all_gather_into_tensor(whole, shard, config=config))
 
 
 def test_a_tensor_of_a_gpu_passes_the_files_that_the_page_lists_and_no_others() -> None:

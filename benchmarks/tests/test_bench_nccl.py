@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from commands import assert_refused, content
+from commands import assert_refused, content, python
 from on_sim import launcher, world
-from places import PYTHONPATH, ROOT, TESTS
+from places import PYTHONPATH, TESTS
 from test_bench_train import results
 
 from ds_zipccl import kernels
@@ -26,17 +23,11 @@ from ds_zipccl.benchmarks.train.trial import Training, _commands
 from ds_zipccl.cli import ToolError
 from ds_zipccl.ops import TRAFFIC
 
+#: ``python -m ds_zipccl bench`` where CPUs stand for GPUs.
 DRY = TESTS / "gpu" / "dry_bench.py"
 SCRIPT = TESTS / "gpu" / "dry_train.py"
 NCCL = BACKENDS["nccl"]
 KINDS = [kind for kind in TRAFFIC if NCCL.codes(kind)]
-
-
-def dry(*words: str) -> subprocess.CompletedProcess[str]:
-    """Run ``python -m ds_zipccl bench`` where CPUs stand for GPUs."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": PYTHONPATH}
-    command = [sys.executable, str(DRY), "bench", *words]
-    return subprocess.run(command, capture_output=True, text=True, timeout=400, cwd=ROOT, env=environment)
 
 
 # ---- bench comm -----------------------------------------------------------------------------------------------------
@@ -46,8 +37,8 @@ def dry(*words: str) -> subprocess.CompletedProcess[str]:
 def test_comm_over_groups_in_stream_order(tmp_path: Path) -> None:
     """Three ranks: the order of our sums is not the backend's."""
     path = tmp_path / "comm.json"
-    result = dry("comm", "--backend", "nccl", "--ranks", "3", "--numel", "30001", "--repeats", "1", "--iterations", "2",
-                 "--json", str(path))  # fmt: skip
+    words = f"bench comm --backend nccl --ranks 3 --numel 30001 --repeats 1 --iterations 2 --json {path}".split()
+    result = python(str(DRY), *words, PYTHONPATH=PYTHONPATH)
     assert result.returncode == 0, result.stderr
     found = content(path)
     assert found["backend"] == "shim" and found["iterations"] == 2

@@ -26,7 +26,12 @@ from ds_zipccl.benchmarks.links import link, namespaces
 from ds_zipccl.cli import ToolError
 
 EXAMPLE = EXAMPLES / "train_gpt.py"
-needs_network = pytest.mark.skipif(bool(namespaces.why_not()), reason=f"no shaped network here: {namespaces.why_not()}")
+
+
+def needs_network(test: Callable[..., None]) -> Any:
+    """Mark a test that shapes the network."""
+    why = f"no shaped network here: {namespaces.why_not()}"
+    return pytest.mark.network(pytest.mark.skipif(bool(namespaces.why_not()), reason=why)(test))
 
 
 def has_netem() -> bool:
@@ -99,7 +104,6 @@ def transfer_seconds(network: namespaces.Network, nbytes: int) -> float:
         return time.perf_counter() - start
 
 
-@pytest.mark.network
 @needs_network
 def test_a_rate_that_no_token_bucket_limits() -> None:
     with pytest.raises(ToolError, match=r"below 34\.4gbit"), shaped("35gbit", 2):
@@ -109,7 +113,6 @@ def test_a_rate_that_no_token_bucket_limits() -> None:
     assert not left_behind()
 
 
-@pytest.mark.network
 @needs_network
 def test_ranks_are_placed_in_blocks() -> None:
     with shaped("1gbit", 6, 3) as network:
@@ -125,7 +128,6 @@ def test_ranks_are_placed_in_blocks() -> None:
         assert network.namespace(0) != network.namespace(1)
 
 
-@pytest.mark.network
 @pytest.mark.alone
 @needs_network
 @pytest.mark.full(reason="ten seconds with nobody beside; test_cost_model.py measures a shaped link")
@@ -147,7 +149,6 @@ def test_collectives_take_as_long_as_the_link_needs(tmp_path: Path) -> None:
     assert not left_behind()
 
 
-@pytest.mark.network
 @pytest.mark.full(
     reason="half a minute; test_bench_train trains, test_collectives_take_as_long_as_the_link_needs has the link"
 )
@@ -184,7 +185,6 @@ sys.exit(train_gpt.main())
     assert not left_behind()
 
 
-@pytest.mark.network
 @pytest.mark.alone
 @needs_network
 def test_nothing_stays_however_it_ends() -> None:
@@ -205,7 +205,6 @@ with namespaces.shaped(link.parse('1gbit'), 3):
 """
 
 
-@pytest.mark.network
 @needs_network
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
 def test_a_signal_removes_the_network(number: signal.Signals) -> None:
@@ -216,7 +215,6 @@ def test_a_signal_removes_the_network(number: signal.Signals) -> None:
     assert not left_behind(process.pid)
 
 
-@pytest.mark.network
 @needs_network
 def test_the_next_call_removes_the_network_of_a_killed_process() -> None:
     process = subprocess.Popen([sys.executable, "-c", KILLED.format(9)])
@@ -230,7 +228,6 @@ def test_the_next_call_removes_the_network_of_a_killed_process() -> None:
 # ---------------------------------------------------------------- rate, delay, jitter and loss as programs see them
 
 
-@pytest.mark.network
 @needs_network
 def test_the_rate_is_seen() -> None:
     """2 MB take 160 ms at 100 Mbit/s, without the first quarter of a megabyte, for which there are tokens."""
@@ -286,7 +283,6 @@ def test_packets_get_lost_one_by_one() -> None:
         assert seconds > 0.016 and packets > 2_000_000 / 1500
 
 
-@pytest.mark.network
 @needs_network
 def test_a_kernel_without_netem_is_named() -> None:
     """Where netem is missing, the message says so and nothing stays; where it is there, the network works."""

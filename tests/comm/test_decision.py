@@ -261,7 +261,8 @@ def members(monkeypatch: pytest.MonkeyPatch) -> Any:
     """A group of two ranks on gloo of which nothing is known."""
     monkeypatch.setattr(decision, "group_nodes", lambda group: [])
     monkeypatch.setattr(decision, "link_profile", lambda state, device: None)
-    return type("State", (), {"rank": 0, "size": 2, "backend": lambda self, device: "gloo"})()
+    known = {"rank": 0, "size": 2, "backend": lambda self, device: "gloo", "of": GroupState.of, "_objects": {}}
+    return type("State", (), known)()
 
 
 def request_of(config: ZipcclConfig = AUTO, role: str = "dp", later: bool = False, **more: Any) -> Request:

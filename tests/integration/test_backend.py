@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import tiers
 from backend_programs import succeed
+from commands import python
 from places import ROOT
 
 
@@ -274,11 +272,8 @@ IMPORT_ORDERS = {
 }
 
 
-def interpreted(program: str, *options: str) -> subprocess.CompletedProcess[str]:
-    """Run ``program`` in an interpreter of its own."""
-    env = {**os.environ, "DS_ACCELERATOR": "cpu", "DS_ZIPCCL": ""}
-    command = [sys.executable, *options, "-c", program]
-    return subprocess.run(command, env=env, capture_output=True, text=True)
+def interpreted(program: str, *options: str) -> Any:
+    return python(*options, "-c", program, DS_ACCELERATOR="cpu", DS_ZIPCCL="")
 
 
 @pytest.mark.parametrize(

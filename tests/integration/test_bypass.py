@@ -31,13 +31,11 @@ class Group:
 
 
 @pytest.fixture(autouse=True)
-def group_of_four(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def group_of_four(no_counts: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(job, "group_size", lambda group: RANKS)
     monkeypatch.setattr(comm_engine, "never_coded", lambda op, group, device: PassReason.INSIDE_NODE)
-    counters.reset()
     yield
     counters.count_later(lambda: None)
-    counters.reset()
 
 
 def test_calls_are_counted_as_usual() -> None:

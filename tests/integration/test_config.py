@@ -1,10 +1,12 @@
-"""The "zipccl" section and DS_ZIPCCL: the values that are accepted, and the messages for all others."""
+"""The "zipccl" section and DS_ZIPCCL: the values that are accepted, the messages for all others, and roles that are named lossy twice."""
 
 from __future__ import annotations
 
 import ast
+import copy
 import enum
 import json
+import pickle
 import re
 from dataclasses import FrozenInstanceError, asdict, replace
 from pathlib import Path
@@ -13,6 +15,7 @@ from typing import get_args
 import pytest
 
 import ds_zipccl
+from ds_zipccl import role_settings
 from ds_zipccl.config import (
     DEFAULT,
     ENVIRONMENT,
@@ -25,6 +28,9 @@ from ds_zipccl.config import (
     near_misses,
     parse_section,
 )
+from ds_zipccl.integration.config_agreement import canonical
+from ds_zipccl.lossy import LOSSY_CODECS, Int, LossyCodec, LowRank, PowerSgd, Round, TacoFp8, Zfp
+from ds_zipccl.role_settings import CODEC_ROLES, EXACT_ROLES, USES, RoleSettings
 
 NAMES = (
     "enabled, mode, reduction, check, codec, block, rows, delta, zero3_base, zero3_base_mib, recompute_base, "
@@ -54,7 +60,7 @@ def test_good_sections(section: dict[str, object]) -> None:
 
 def test_defaults() -> None:
     assert ", ".join(KEYS) == NAMES
-    assert not ZipcclConfig().enabled
+    assert not ZipcclConfig().enabled and ZipcclConfig().roles == {}
     assert DEFAULT.enabled and replace(DEFAULT, enabled=False) == ZipcclConfig()
     assert all(key.meaning.endswith(".") and key.takes(key.default) for key in KEYS.values())
     with pytest.raises(FrozenInstanceError):
@@ -99,13 +105,6 @@ def test_values_of_subclasses_become_plain() -> None:
         str
     ] * 3 + [int]
     assert parse_section(section).mode_of("dp") == "never"
-
-
-def test_a_config_keeps_its_roles() -> None:
-    roles: dict[str, object] = {"ep": "never"}
-    config = parse_section({"roles": roles})
-    roles["dp"] = "no mode"
-    assert config.roles == {"ep": "never"} and ZipcclConfig().roles == {}
 
 
 REFUSED = [
@@ -254,3 +253,199 @@ def test_earlier_values_name_their_successors(monkeypatch: pytest.MonkeyPatch) -
     for (key, earlier), value in RENAMED_VALUES.items():
         allowed = get_args(KEYS[key].type)
         assert (earlier in allowed) != (value in allowed), "a successor is taken, an earlier value is not"
+
+
+# ---- lossy roles of the section
+
+CODECS = '"round" | "taco_fp8" | "int" | "zfp"'
+EPILOGUE = RoleSettings(LowRank(16), None, "backward", send="epilogue")
+POWER = RoleSettings(PowerSgd(32), error="feedback", start_step=100)
+
+
+def lossy(**roles: object) -> ZipcclConfig:
+    return parse_section({"enabled": True, "lossy": True, "roles": roles})
+
+
+#: (role, value, settings, words of the start-up line).
+GOOD_ROLES: list[tuple[str, dict[str, object], RoleSettings, str]] = [
+    ("tp", {"codec": "round"}, RoleSettings(Round(3)), "tp round mantissa 3 forward and backward"),
+    ("tp", {"codec": "taco_fp8", "group": 64, "hadamard": False, "mode": "always", "when": "backward"},
+     RoleSettings(TacoFp8(64, False), "always", "backward"), "tp taco_fp8 group 64 backward only"),
+    ("ep", {"codec": "int", "bits": 6, "when": "forward"}, RoleSettings(Int(6), None, "forward"), ""),
+    ("zero_grad", {"codec": "zfp", "rate": 24}, RoleSettings(Zfp(24)), "zero_grad zfp rate 24"),
+    ("dp", {"codec": "round", "mantissa": 1, "mode": "auto"}, RoleSettings(Round(1), "auto"), "dp round mantissa 1"),
+    ("zero_grad", {"codec": "int"}, RoleSettings(Int(8)), "zero_grad int bits 8 group 128"),
+    ("pp", {"codec": "lowrank", "when": "backward"}, EPILOGUE, "pp lowrank rank 16 backward epilogue"),
+    ("pp", {"codec": "lowrank", "rank": 4, "when": "backward", "send": "all", "error": "lazy_run"},
+     RoleSettings(LowRank(4), None, "backward", "all", "lazy_run"), "pp lowrank rank 4 backward all, error lazy_run"),
+    ("dp", {"codec": "powersgd"}, POWER, "dp powersgd rank 32 from step 100"),
+    ("zero_grad", {"codec": "powersgd", "stages": 3}, replace(POWER, stages=3), "zero_grad powersgd rank 32 from step 100, stages 0-2"),
+    ("zero_grad", {"codec": "powersgd", "rank": 4, "start_step": 0, "stages": 1, "error": "off"},
+     RoleSettings(PowerSgd(4), start_step=0, stages=1), "zero_grad powersgd rank 4 from step 0, stage 0, error off"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("role", "value", "wanted", "said"), GOOD_ROLES, ids=str)
+def test_settings_of_a_role(role: str, value: dict[str, object], wanted: RoleSettings, said: str) -> None:
+    config = lossy(**{role: value})
+    assert config.lossy_roles == {role: wanted} and config.roles == {role: value}
+    assert config.mode_of(role) == (wanted.mode or "auto")
+    assert said in wanted.describe(role)
+
+
+def test_a_role_is_lossy_only_where_it_is_named_twice() -> None:
+    config = lossy(tp={"codec": "round"}, pp="always")
+    assert config.lossy_of("tp") == Round(3)
+    assert [role for role in ROLES if config.lossy_of(role) is not None] == ["tp"]
+    assert config.mode_of("pp") == "always"
+    assert lossy(pp="always").lossy_roles == {} and DEFAULT.lossy_of("tp") is None
+    object.__setattr__(config, "lossy", False)  # no config can be made like this
+    assert config.lossy_of("tp") is None
+
+
+@pytest.mark.parametrize(
+    ("when", "covered"),
+    [({}, ["", "forward", "backward"]), ({"when": "forward"}, ["forward"]), ({"when": "backward"}, ["backward"])],
+)
+def test_directions(when: dict[str, str], covered: list[str]) -> None:
+    config = lossy(tp={"codec": "round", **when})
+    asked = ["", "forward", "backward", "sideways"]
+    assert [direction for direction in asked if config.lossy_of("tp", direction)] == covered
+    both = lossy(zero_grad={"codec": "round"})
+    assert all(both.lossy_of("zero_grad", direction) for direction in ("", "forward", "backward"))
+
+
+def test_the_mode_of_the_section_holds_where_the_object_has_none() -> None:
+    section = {
+        "lossy": True,
+        "mode": "always",
+        "roles": {"tp": {"codec": "int"}, "pp": {"codec": "int", "mode": "auto"}},
+    }
+    config = parse_section(section)
+    assert (config.mode_of("tp"), config.mode_of("pp"), config.mode_of("dp")) == ("always", "auto", "always")
+    section["mode"] = "never"
+    with pytest.raises(
+        ConfigError, match=re.escape('"zipccl.roles.tp.codec": "int" has no use with the section\'s "mode": "never"')
+    ) as caught:
+        parse_section(section)
+    assert len(str(caught.value).splitlines()) == 1, "pp has a mode of its own"
+
+
+def test_a_lossy_config_travels_and_is_copied() -> None:
+    """As JSON, as the text on which ranks agree, as a copy, and as a replacement."""
+    section = {"lossy": True, "roles": {"tp": {"codec": "taco_fp8", "when": "forward"}, "ep": "always"}}
+    config = parse_section(section)
+    assert config.lossy_of("tp", "forward") == TacoFp8()
+    assert parse_section(json.loads(json.dumps(asdict(config)))) == config
+    assert canonical(asdict(config)) == canonical(json.loads(json.dumps(asdict(config))))
+    assert canonical(section) != canonical({**section, "roles": {"tp": {"codec": "taco_fp8"}, "ep": "always"}})
+    for other in (copy.copy(config), copy.deepcopy(config), pickle.loads(pickle.dumps(config))):
+        assert other == config and other.lossy_of("tp", "forward") == TacoFp8()
+    assert replace(config, roles={}).lossy_of("tp", "forward") is None
+    changed = replace(config, roles={"tp": {"codec": "round", "mantissa": 5}})
+    assert changed.lossy_of("tp") == Round(5) and config.lossy_of("tp") is None
+    section["roles"]["tp"]["when"] = "both"  # type: ignore[index]
+    assert config.lossy_of("tp") is None and config.roles != section["roles"], "the caller's dict is not the config's"
+
+
+@pytest.mark.parametrize("codec", LOSSY_CODECS)
+def test_roles_of_a_codec(codec: str) -> None:
+    assert set(CODEC_ROLES[codec]) | set(EXACT_ROLES) <= set(ROLES)
+    when = {"when": "backward"} if codec == "lowrank" else {}
+    for role in ROLES:
+        section = {"lossy": True, "roles": {role: {"codec": codec, **when}}}
+        if role in CODEC_ROLES[codec]:
+            found = parse_section(section).lossy_of(role, when.get("when", ""))
+            assert isinstance(found, LossyCodec) and found.name == codec
+        else:
+            with pytest.raises(ConfigError, match=f"{role}"):
+                parse_section(section)
+    assert not set(CODEC_ROLES[codec]) & set(EXACT_ROLES)
+
+
+BACKWARD = {"codec": "lowrank", "when": "backward"}
+#: (role, its value) -> the line.
+REFUSED_ROLES: list[tuple[str, object, str]] = [
+    (
+        "zero_param",
+        {"codec": "round"},
+        '"zipccl.roles.zero_param": role "zero_param" takes no lossy codec: its differences are smaller and exact; write a mode: '
+        '"auto" | "always" | "never"',
+    ),
+    ("sp", {"codec": "round"}, '"zipccl.roles.sp": role "sp" takes no lossy codec: its traffic is exact in this release; write a'),
+    ("ep", {"codec": "zfp"}, '.ep.codec": "zfp" is for "zero_grad" | "dp" | "tp" | "pp"; role "ep" takes "round" | "taco_fp8" | "int"'),
+    ("tp", {"codec": "taco_fp8", "mode": "never"}, '.tp.mode" must be "auto" | "always" beside a codec, got "never"; write "tp": "never"'),
+    ("tp", {"codec": "int", "mode": True}, '"zipccl.roles.tp.mode" must be "auto" | "always", got true'),
+    ("tp", {"codec": "taco_fp8", "groups": 64}, '.tp.groups" is not a known key (did you mean "group"?); keys beside'),
+    ("tp", {"codec": "taco_fp8", "mantissa": 2}, 'keys beside "codec": "taco_fp8": group, hadamard, mode, when'),
+    ("dp", {"codec": "round", "rate": 8}, '"zipccl.roles.dp.rate" is not a known key; keys beside "codec": "round": mantissa, mode'),
+    ("tp", {"codec": "round", "mantissa": 7}, '"zipccl.roles.tp.mantissa" must be an integer from 1 to 6, got 7'),
+    ("tp", {"codec": "round", "mantissa": True}, '"zipccl.roles.tp.mantissa" must be an integer from 1 to 6, got true'),
+    ("tp", {"codec": "taco_fp8", "group": 100}, '.tp.group" must be 32 | 64 | 128 | 256 | 512, got 100'),
+    ("tp", {"codec": "int", "bits": 5}, '.tp.bits" must be 8 | 6 | 4, got 5'),
+    ("pp", {"codec": "zfp", "rate": 3}, '.pp.rate" must be an integer from 4 to 24, got 3'),
+    ("tp", {"codec": "round", "when": "always"}, '.tp.when" must be "both" | "forward" | "backward", got "always"'),
+    ("zero_grad", {"codec": "round", "when": "backward"}, '.when" is for "tp" | "pp" | "ep": traffic of role "zero_grad" has no direction'),
+    ("dp", {"codec": "round", "error": "feedback"}, '.error" is not a known key; keys beside "codec": "round": mantissa, mode'),
+    ("tp", {"codec": "int", "errors": "off"}, 'keys beside "codec": "int": bits, group, hadamard, mode, when'),
+    (
+        "pp",
+        {"codec": "lowrank", "rank": 16},
+        '"zipccl.roles.pp.codec": "lowrank" is for "pp" with "when": "backward"; add "when": "backward" to the object',
+    ),
+    ("pp", {"codec": "lowrank", "when": "forward"}, '"lowrank" is for "pp" with "when": "backward"; add'),
+    ("pp", {**BACKWARD, "rank": 0}, '"zipccl.roles.pp.rank" must be an integer from 1 to 1024, got 0'),
+    ("pp", {**BACKWARD, "send": "some"}, '"zipccl.roles.pp.send" must be "epilogue" | "all", got "some"'),
+    ("pp", {**BACKWARD, "error": "feedback"}, '"zipccl.roles.pp.error" must be "off" | "lazy" | "lazy_run", got "feedback"'),
+    ("pp", {**BACKWARD, "stages": 2}, '.stages" is not a known key; keys beside "codec": "lowrank": rank, send, error, mode, when'),
+    ("tp", {"codec": "lowrank"}, '"zipccl.roles.tp.codec": "lowrank" is for "pp"; role "tp" takes "round" | "taco_fp8" | "int" | "zfp"'),
+    ("tp", {"codec": "powersgd"}, '"zipccl.roles.tp.codec": "powersgd" is for "zero_grad" | "dp"; role "tp" takes "round"'),
+    ("dp", {"codec": "powersgd", "stages": 0}, '"zipccl.roles.dp.stages" must be an integer from 1 to 1024, got 0'),
+    ("dp", {"codec": "powersgd", "start_step": -1}, '.dp.start_step" must be an integer from 0 to 2147483647, got -1'),
+    ("dp", {"codec": "powersgd", "send": "all"}, 'keys beside "codec": "powersgd": rank, start_step, stages, error, mode'),
+    ("tp", {"codec": "rounds"}, f'"zipccl.roles.tp.codec" must be {CODECS}, got "rounds" (did you mean "round"?)'),
+    ("tp", {"codec": ["round"]}, f'"zipccl.roles.tp.codec" must be {CODECS}, got ["round"]'),
+    ("tp", {}, f'"zipccl.roles.tp" names no "codec"; add one of {CODECS}, or write a mode: "auto" | "always" | "never"'),
+    ("ep", {"mode": "always"}, '"zipccl.roles.ep" names no "codec"; add one of "round" | "taco_fp8" | "int", or write a mode'),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("role", "value", "line"), REFUSED_ROLES, ids=str)
+def test_refused_settings(role: str, value: object, line: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        lossy(**{role: value})
+    assert line in str(caught.value) and len(str(caught.value).splitlines()) == 1
+    with pytest.raises(ConfigError):
+        replace(DEFAULT, lossy=True, roles={role: value})
+
+
+def test_a_codec_without_the_master_switch() -> None:
+    named = (
+        '"zipccl.roles.tp.codec": "taco_fp8" changes what is communicated; add "lossy": true to the section to allow it'
+    )
+    for section, said in (
+        ({}, named),
+        ({"lossy": False}, named),
+        ({"lossy": "true"}, '"zipccl.lossy" must be true | false, got "true"'),
+    ):
+        with pytest.raises(ConfigError, match=f"^{re.escape(said)}$"):
+            parse_section({**section, "roles": {"tp": {"codec": "taco_fp8"}}})
+
+
+def test_every_wrong_key_has_a_line() -> None:
+    roles = {
+        "tp": {"codec": "round", "mantissa": 0, "grup": 1},
+        "sp": {"codec": "int"},
+        "dp": {"codec": "int", "bits": 7},
+    }
+    with pytest.raises(ConfigError) as caught:
+        parse_section({"lossy": True, "roles": roles, "blocks": 1})
+    assert len(str(caught.value).splitlines()) == 5
+
+
+def test_texts_of_the_tables() -> None:
+    assert role_settings.said(range(1, 4)) == "an integer from 1 to 3"
+    assert role_settings.said((8, 6, 4)) == "8 | 6 | 4" and role_settings.said((False, True)) == "false | true"
+    assert set(CODEC_ROLES) == set(LOSSY_CODECS) and set(USES) < set(LOSSY_CODECS)
+    for codec, uses in USES.items():
+        assert not set(uses) & {*role_settings.codec_keys(codec), "codec", "mode", "when"}

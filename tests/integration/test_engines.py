@@ -15,7 +15,7 @@ import pytest
 import tiers
 import torch
 import torch.distributed as dist
-from engines import DIFFERENCE, FIRST, OTHER, Lab, Model, Trained, bits, rank_program, train_each
+from engines import DIFFERENCE, FIRST, OTHER, ZERO3, Lab, Model, Trained, bits, rank_program, train_each
 
 from ds_zipccl.comm.bases import versions
 from ds_zipccl.comm.host import gather
@@ -29,15 +29,6 @@ SECTIONS |= {kind: SECTIONS[CODED].replace("}", f', "zero3_base": "{kind}"}}') f
 SECTIONS[AUTO] = SECTIONS[HOST].replace("always", "auto")
 
 # ---- cases of all stages -------------------------------------------------------------------------------------------
-
-#: All parameters but biases are freed after use, in the forward pass too: the backward pass gathers them again.
-ZERO3 = {
-    "stage": 3,
-    "stage3_param_persistence_threshold": 1000,
-    "stage3_max_live_parameters": 0,
-    "stage3_max_reuse_distance": 0,
-    "stage3_prefetch_bucket_size": 200_000,
-}
 
 STAGE1 = {"zero": {"stage": 1}}
 #: Settings whose gathers are alike: the first in full, every later one a difference.
@@ -206,16 +197,20 @@ def edited_by_all(lab: Lab, name: str) -> None:
     lab.ends("gathered again", {})
 
 
-def one_bit(lab: Lab, *, proven: bool) -> None:
-    """One rank's copy of another rank's shard differs in a bit. The proof finds it, or misses it where all hashes are planted as equal."""
-    engine = lab.engine()
+def one_bit(lab: Lab, name: str, *, proven: bool) -> None:
+    """One rank's copy of another rank's shard differs in a bit: the shard goes in full, or not where all hashes are planted as equal."""
+    engine, dense = start(lab, name), name in SETTINGS
     lab.train_phase(engine, 2, "before", {FIRST: 1, DIFFERENCE: 1})
-    if lab.rank == 1:
-        whole(engine)[1000].view(torch.int16).bitwise_xor_(1)
+    slot = None if dense else gathers.slot_of(engine.module.head.weight)
+    if lab.rank == 1 and (dense or slot is not None):
+        copy = whole(engine) if slot is None else slot.memory[0]
+        copy[1000].view(torch.int16).bitwise_xor_(-(1 << 15))  # no rounding hides a wrong sign, no decoder sees it
+    dist.barrier()
     with pytest.MonkeyPatch.context() as patch:
-        if not proven:
-            patch.setattr(gather, "region_hash", lambda region: bytes(16))
-        lab.train_phase(engine, 1, "after", {OTHER: 1} if proven and lab.rank == 0 else {DIFFERENCE: 1})
+        for module in () if proven else (gather, versions):
+            patch.setattr(module, "region_hash", lambda region: bytes(16))
+        found = {OTHER: 1} if dense else {DIFFERENCE: 1, OTHER: 1}
+        lab.train_phase(engine, 1, "after", found if proven and lab.rank == 0 else {DIFFERENCE: 1})
         lab.train_phase(engine, 1, "later", {DIFFERENCE: 1})
 
 
@@ -267,22 +262,6 @@ def made_anew(lab: Lab) -> None:
         lab.destroy()
 
 
-def stale(lab: Lab, *, proven: bool) -> None:
-    """One rank's copy of another rank's shard differs in a bit: the shard goes in full, or not where all hashes are planted as equal."""
-    engine = start(lab)
-    lab.train_phase(engine, 2, "before", {FIRST: 1, DIFFERENCE: 1})
-    if lab.rank == 1 and (base := gathers.slot_of(engine.module.head.weight)) is not None:
-        sign = -(1 << 15)  # no rounding hides a wrong sign, and no decoder sees it
-        base.memory[0, 3].view(torch.int16).bitwise_xor_(sign)
-    dist.barrier()
-    with pytest.MonkeyPatch.context() as patch:
-        if not proven:
-            for module in (gather, versions):
-                patch.setattr(module, "region_hash", lambda region: bytes(16))
-        lab.train_phase(engine, 1, "after", {DIFFERENCE: 1, OTHER: 1} if proven and lab.rank == 0 else {DIFFERENCE: 1})
-        lab.train_phase(engine, 1, "later", {DIFFERENCE: 1})
-
-
 DENSE: dict[str, Callable[[Lab], None]] = {name: functools.partial(plain_steps, name=name) for name in SETTINGS}
 DENSE |= {
     f"{case.__name__} {name}": functools.partial(case, name=name)
@@ -292,16 +271,16 @@ DENSE |= {
 DENSE |= {
     "several engines": lambda lab: several_engines(lab, "zero2", "zero1"),
     "beside ZeRO-3": beside_zero3,
-    "one bit": functools.partial(one_bit, proven=True),
-    "one bit, unproven": functools.partial(one_bit, proven=False),
+    "one bit": functools.partial(one_bit, name="zero2", proven=True),
+    "one bit, unproven": functools.partial(one_bit, name="zero2", proven=False),
 }
 ZERO3_CASES: dict[str, Callable[[Lab], None]] = {name: functools.partial(steps, name=name) for name in SETTINGS3}
 ZERO3_CASES |= {f"zero3 {case.__name__}": case for case in (edited, resumed, made_anew)}
 ZERO3_CASES |= {
     "zero3 several engines": lambda lab: several_engines(lab, "zero3 plain", "zero3 plain"),
     "zero3 overflow": functools.partial(overflow, name="zero3 plain"),
-    "zero3 stale": functools.partial(stale, proven=True),
-    "zero3 stale, unproven": functools.partial(stale, proven=False),
+    "zero3 stale": functools.partial(one_bit, name="zero3 plain", proven=True),
+    "zero3 stale, unproven": functools.partial(one_bit, name="zero3 plain", proven=False),
 }
 CASES = DENSE | ZERO3_CASES
 #: Negative proofs.

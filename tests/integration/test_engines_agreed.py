@@ -22,9 +22,8 @@ import test_engines_versions as on_gloo
 import tiers
 import torch
 import torch.distributed as dist
-from engines import SOURCES, Lab, Model, bits, rank_program
+from engines import SOURCES, ZERO3, Lab, Model, bits, rank_program
 from programs import launch, plain_and_coded
-from test_engines import ZERO3
 from torch import nn
 
 from ds_zipccl.comm import CommError
@@ -61,12 +60,8 @@ def trained(lab: Lab) -> None:
     lab.ends("evaluated", {})
 
 
-def one_by_one(lab: Lab) -> None:
-    lab.train_phase(start(lab, zero={"allgather_sequential": True}), 3, "3 steps", {})
-
-
-def hpz(lab: Lab) -> None:
-    lab.train_phase(start(lab, zero={"zero_hpz_partition_size": 2}), 3, "3 steps", {})
+def three_steps(lab: Lab, **zero: Any) -> None:
+    lab.train_phase(start(lab, zero=zero), 3, "3 steps", {})
 
 
 def autocast(lab: Lab) -> None:
@@ -165,19 +160,20 @@ def written(lab: Lab) -> None:
     lab.train_phase(engine, 1, "after", {})
 
 
-def stopped(lab: Lab, by: Callable[[Any], None]) -> None:
-    """A change that is not seen on rank 1, or on all ranks, whose frames do not fit: no rank takes the step."""
-    engine = start(lab)
-    lab.train_phase(engine, 1, "before", {})
+def stopped(
+    lab: Lab, by: Callable[[Any], None], steps: int = 1, batches: int = 0, groups: Any = Model.parameters, **config: Any
+) -> None:
+    """A change after ``steps`` and ``batches`` of the next step, by rank 1 or by all ranks: all ranks stop in the batches that are left,
+    before the step. The error is the last loss."""
+    engine = start(lab, groups, **config)
+    lab.train_phase(engine, steps, "before", {})
+    for _ in range(batches):
+        lab.backward(engine)
+        engine.step()
     by(engine)
-    assert_no_step(lab, engine)
-
-
-def assert_no_step(lab: Lab, engine: Any, batches: int = 1) -> None:
-    """All ranks stop in the next batches, before a step; the error is the last loss."""
     before = engines.sha256(engine.module)
     with pytest.raises(CommError) as raised:  # the agreement of a coded sum comes first, where there is one
-        for _ in range(batches):
+        for _ in range(engine.gradient_accumulation_steps() - batches):
             lab.backward(engine)
             engine.step()
     lab.losses.append(str(raised.value))
@@ -186,6 +182,7 @@ def assert_no_step(lab: Lab, engine: Any, batches: int = 1) -> None:
 
 
 def direct_write(engine: Any) -> None:
+    """Words whose frames do not fit."""
     shard = engine.module.layers[1].weight.ds_tensor
     if dist.get_rank() == 1:
         with torch.no_grad():
@@ -204,10 +201,13 @@ def planted(engine: Any) -> None:
 
 
 CASES: dict[str, Callable[[Lab], None]] = {
-    case.__name__: case
-    for case in (trained, one_by_one, autocast, hpz, frozen, edited, set_outside, checkpoint, skipped, written)
+    case.__name__: case for case in (trained, autocast, frozen, edited, set_outside, checkpoint, skipped, written)
 }
-CASES["set fp32"] = functools.partial(set_outside, bf16={"enabled": False})
+CASES |= {
+    "one_by_one": functools.partial(three_steps, allgather_sequential=True),
+    "hpz": functools.partial(three_steps, zero_hpz_partition_size=2),
+    "set fp32": functools.partial(set_outside, bf16={"enabled": False}),
+}
 
 
 def read(lab: Lab) -> None:
@@ -226,18 +226,12 @@ def read(lab: Lab) -> None:
 # ---- cases with bases ----------------------------------------------------------------------------------------------
 
 
-def written_to(lab: Lab, steps: int = 1, batches: int = 0, groups: Any = Model.parameters, **config: Any) -> None:
-    """A direct write to a shard of rank 1 stops all ranks before the step: before the first gather of a version its difference is larger
-    than agreed; between two batches of a step, after a gather, no rank gets the words. After it no rank gets those of a frozen shard."""
-    engine = start(lab, groups, **config)
-    lab.train(engine, steps)
-    for _ in range(batches):
-        lab.backward(engine)
-        engine.step()
-    if lab.rank == 1:
+def halved(engine: Any) -> None:
+    """A direct write to a shard of rank 1: before the first gather of a version its difference is larger than agreed; between two batches
+    of a step, after a gather, no rank gets the words. After the step no rank gets those of a frozen shard."""
+    if dist.get_rank() == 1:
         with torch.no_grad():
             engine.module.layers[1].weight.ds_tensor.mul_(0.5)
-    assert_no_step(lab, engine, engine.gradient_accumulation_steps() - batches)
 
 
 def freeze(model: Model) -> Any:
@@ -334,9 +328,9 @@ STOPS: dict[str, tuple[Callable[[Lab], None], int, str, tuple[str, ...]]] = {
     "read": (read, 2, "auto", LARGER),
     "direct write": (functools.partial(stopped, by=direct_write), 3, "auto", LARGER + REFUSED),
     "planted": (functools.partial(stopped, by=planted), 2, "auto", LARGER),
-    "between batches": (functools.partial(written_to, batches=1, **_TWO), 2, "host", CHANGED),
-    "between steps": (functools.partial(written_to, **_TWO), 2, "host", REFUSED),
-    "frozen shard": (functools.partial(written_to, steps=2, groups=freeze), 2, "auto", CHANGED),
+    "between batches": (functools.partial(stopped, by=halved, batches=1, **_TWO), 2, "host", CHANGED),
+    "between steps": (functools.partial(stopped, by=halved, **_TWO), 2, "host", REFUSED),
+    "frozen shard": (functools.partial(stopped, by=halved, steps=2, groups=freeze), 2, "auto", CHANGED),
 }
 
 # ---- tests ---------------------------------------------------------------------------------------------------------

@@ -21,7 +21,7 @@ import test_engines as on_gloo
 import tiers
 import torch
 import torch.distributed as dist
-from engines import ADAM, SOURCES, Lab, Model, bits, rank_program
+from engines import ADAM, SOURCES, ZERO3, Lab, Model, bits, rank_program
 from programs import launch, plain_and_coded, reference
 from torch import nn
 
@@ -75,7 +75,7 @@ def split(model: Model) -> Any:
 SETTINGS: dict[str, dict[str, Any]] = {
     "zero1 apart": {"zero": {"stage": 1, "contiguous_gradients": False}},
     "zero2 apart": {"zero": {"stage": 2, "contiguous_gradients": False, "overlap_comm": True}},
-    "zero3 apart": {"zero": on_gloo.ZERO3 | {"contiguous_gradients": False, "overlap_comm": False}},
+    "zero3 apart": {"zero": ZERO3 | {"contiguous_gradients": False, "overlap_comm": False}},
     "moe zero1": {"make": Experts, "groups": split, "zero": {"stage": 1}},
     "moe zero2": {"make": Experts, "groups": split, "zero": {"stage": 2}},
 }

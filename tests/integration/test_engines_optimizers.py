@@ -16,9 +16,8 @@ from typing import Any
 import pytest
 import shim
 import torch
-from engines import DIFFERENCE, FIRST, OTHER, SOURCES, Lab, Model, bits, rank_program
+from engines import DIFFERENCE, FIRST, OTHER, SOURCES, ZERO3, Lab, Model, bits, rank_program
 from programs import launch, plain_and_coded
-from test_engines import ZERO3
 
 HOST = '{"enabled": true, "mode": "always", "min_bytes": 1024, "reduction": "match", "zero3_base": "host"}'
 ON_STREAMS = '{"enabled": true, "mode": "always", "min_bytes": 1024, "nccl": "on", "nccl_min_bytes": 4096}'
@@ -122,8 +121,7 @@ MUON = list(MUON_CALLS)
 
 def train_all(folder: Path, *cases: str, on_streams: bool = False) -> list[tuple[str, dict[str, list[dict[str, Any]]]]]:
     """Return the results of coded runs, whose bits are those of plain runs: over gloo, and with ``on_streams`` also in stream order."""
-    sources = (Path(__file__).with_name("test_engines.py"), *SOURCES)
-    wanted, coded = plain_and_coded(__file__, 2, folder, *cases, sources=sources, timeout=600, DS_ZIPCCL=HOST)
+    wanted, coded = plain_and_coded(__file__, 2, folder, *cases, sources=SOURCES, timeout=600, DS_ZIPCCL=HOST)
     found = [("", coded)]
     if on_streams:
         (folder / "streams").mkdir()

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from engines import BATCH, CONTEXT, FIRST, SOURCES, VOCABULARY, Lab, Model, bits, rank_program
+from engines import BATCH, CONTEXT, FIRST, SOURCES, VOCABULARY, ZERO3, Lab, Model, bits, rank_program
 from programs import launch, plain_and_coded, reference
 from tiers import mostly_full
 
@@ -29,14 +29,6 @@ RUNS = {
     "all": ("device", "always"),
     "by node": ("host", "always"),
     "by time": ("host", "auto"),
-}
-#: All parameters but biases are freed after use: the backward pass gathers them again.
-ZERO3 = {
-    "stage": 3,
-    "stage3_param_persistence_threshold": 300,
-    "stage3_max_live_parameters": 0,
-    "stage3_max_reuse_distance": 0,
-    "stage3_prefetch_bucket_size": 200_000,
 }
 MISS = versions.CHANGED
 

@@ -105,12 +105,20 @@ def release(point: HookPoint) -> str:
     return f"{'DeepSpeed' if package == 'deepspeed' else package} {importlib.metadata.version(package)}"
 
 
+def member(point: HookPoint) -> Any:
+    """What stands at the name of a point now."""
+    _, owner, parts = owner_of(point)
+    return owner[key_of(owner, parts[-1])] if isinstance(owner, dict) else getattr(owner, parts[-1], None)
+
+
 @pytest.mark.parametrize("name", NAMES)
-def test_all_names_fit(name: str, lines: dict[str, str]) -> None:
+def test_all_names_fit_and_are_hooked_once(name: str, lines: dict[str, str]) -> None:
     """This DeepSpeed and this torch have each name, with the parameters that are relied on."""
     point = hook_points.POINTS[name]
     said, _ = hook(point)
-    assert said == [] and hook_points._unfit == {}
+    once = member(point)
+    assert said == hook(point)[0] == [] and hook_points._unfit == {}
+    assert member(point) == once
 
 
 #: Names whose parameters count.
@@ -135,9 +143,7 @@ def test_a_name_that_does_not_fit_is_said(
     for guard in hook_points.GUARDS:
         assert (problem in hook_points.lacking(guard)) == (guard in point.guards and not fits)
     if change is replace:
-        _, owner, parts = owner_of(point)
-        left = owner[key_of(owner, parts[-1])] if isinstance(owner, dict) else getattr(owner, parts[-1])
-        assert left is planted
+        assert member(point) is planted
     if again is not None:
         check_backend(again, name)
 

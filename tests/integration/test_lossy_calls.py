@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch.distributed import ReduceOp
 
-from ds_zipccl.config import ZipcclConfig, environment_section, parse_section
+from ds_zipccl.config import ZipcclConfig, parse_section
 from ds_zipccl.integration import hook_points, hooks  # noqa: F401  the table of points
 from ds_zipccl.integration.lossy import calls as lossy_calls
 from ds_zipccl.integration.lossy import pipeline
@@ -86,16 +86,6 @@ def test_when_names_the_direction() -> None:
     for direction, wanted in {"forward": None, "backward": Round(3)}.items():
         with hint(["tp"], ["all_reduce"], direction):
             assert take_hint(config, "tp", "all_reduce", X) == wanted
-
-
-@pytest.mark.parametrize(
-    "given", [{"enabled": True}, {"enabled": True, "lossy": True}, environment_section({"DS_ZIPCCL": "1"})]
-)
-def test_nothing_is_lossy_unless_named_twice(given: dict[str, Any]) -> None:
-    config = parse_section(given)
-    for role in LOSSY:
-        with hint([role], ["all_reduce"]):
-            assert take_hint(config, role, "all_reduce", X) is None
 
 
 # ---- DeepSpeed's functions

@@ -1,7 +1,9 @@
-"""Kinds of expert all-to-alls, with DeepSpeed's own layer and exchanges; a single process, in which an exchange copies its input."""
+"""Kinds of expert all-to-alls, with DeepSpeed's own layer and exchanges; a single process, in which an exchange copies its input. And the
+sums of AutoEP + AutoTP folding that are probably of equal tensors, learned from DeepSpeed's functions."""
 
 from __future__ import annotations
 
+import sys
 import types
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -32,7 +34,6 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     for module in (sharded_moe, auto_ep_layer):
         monkeypatch.setattr(module, "dist", types.SimpleNamespace(all_to_all_single=all_to_all_single))
     hook_points.adopt(sharded_moe, "deepspeed.moe.sharded_moe")
-    hook_points.adopt(sharded_moe, "deepspeed.moe.sharded_moe")  # does nothing
     yield kinds
     assert moe_calls.kind() == ""
 
@@ -141,7 +142,8 @@ def test_counts_between_exchanges_of_auto_ep_have_no_kind(seen: list[str], monke
 
 def test_a_module_without_these_names_is_left_alone() -> None:
     module = types.ModuleType("older")
-    hook_points.adopt(module, "deepspeed.moe.sharded_moe")
+    for owner in ("moe.sharded_moe", "moe.ep_tp_dispatch", "module_inject.auto_ep_folding"):
+        hook_points.adopt(module, f"deepspeed.{owner}")
     assert set(vars(module)) == {"__name__", "__doc__", "__package__", "__loader__", "__spec__"}
 
     class Exchange(torch.autograd.Function):
@@ -157,3 +159,53 @@ def test_a_module_without_these_names_is_left_alone() -> None:
     kept = Layer.forward, Exchange.forward
     hook_points.adopt(module, "deepspeed.moe.sharded_moe")
     assert (Layer.forward, Exchange.forward) == kept
+
+
+# ---- sums of folding
+
+
+def folded() -> tuple[Any, Any, list[bool]]:
+    """Modules with DeepSpeed's names, and what each of their calls found."""
+    found: list[bool] = []
+
+    class Gather(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
+            found.append(moe_calls.replicated())
+            return tensor.clone()
+
+        @staticmethod
+        def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+            found.append(moe_calls.replicated())
+            return gradient
+
+    def reduce(gradient: torch.Tensor, *, tp_group: Any) -> str:
+        found.append(moe_calls.replicated())
+        if tp_group is None:
+            raise ValueError("as planted")
+        return "sum"
+
+    rows, gradients = types.ModuleType("rows"), types.ModuleType("gradients")
+    rows._AllGatherVariableRows, gradients.reduce_autoep_folding_gradient = Gather, reduce  # type: ignore[attr-defined]
+    return rows, gradients, found
+
+
+def test_the_backward_of_gathered_rows() -> None:
+    rows, _, found = folded()
+    hook_points.adopt(rows, "deepspeed.moe.ep_tp_dispatch")
+    rows._AllGatherVariableRows.apply(torch.ones(3, requires_grad=True)).sum().backward()
+    assert found == [False, True] and not moe_calls.replicated()
+
+
+def test_gradients_of_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine has the name by itself where it was loaded first."""
+    _, gradients, found = folded()
+    name = "reduce_autoep_folding_gradient"
+    engine = types.SimpleNamespace(**{name: getattr(gradients, name)})
+    monkeypatch.setitem(sys.modules, "deepspeed.runtime.engine", engine)  # type: ignore[arg-type]
+    hook_points.adopt(gradients, "deepspeed.module_inject.auto_ep_folding")
+    for module in (gradients, engine):
+        assert getattr(module, name)(torch.ones(3), tp_group=1) == "sum"
+        with pytest.raises(ValueError, match="as planted"):
+            getattr(module, name)(torch.ones(3), tp_group=None)
+    assert found == [True] * 4 and not moe_calls.replicated()

@@ -38,14 +38,12 @@ class Stepping:
 
 
 @pytest.fixture(autouse=True)
-def stepping(monkeypatch: pytest.MonkeyPatch) -> Iterator[Stepping]:
-    counters.reset()
+def stepping(no_counts: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[Stepping]:
     monkeypatch.setattr(lossy_state, "_numbers", itertools.count())
     engine = Stepping()
     assert lossy_state.owner_of(engine) == 0
     yield engine
     lossy_state.forget(engine)
-    counters.reset()
 
 
 # ---- the epilogue

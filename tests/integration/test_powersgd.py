@@ -12,7 +12,6 @@ import json
 import sys
 import types
 from collections import defaultdict
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -298,14 +297,7 @@ def test_first_steps_and_late_stages_are_exact() -> None:
         assert (engine.places(engine.whole, start_step=2) is not False) == (step >= 2)
 
 
-@pytest.fixture
-def counted() -> Iterator[None]:
-    counters.reset()
-    yield
-    counters.reset()
-
-
-@pytest.mark.usefixtures("counted")
+@pytest.mark.usefixtures("no_counts")
 def test_sums_that_stay_exact_are_counted_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also those that the backend does not make by PowerSGD as nobody waits for them."""
     config, engine = parse_section(json.loads(section())), Ranks()
@@ -326,7 +318,7 @@ def test_sums_that_stay_exact_are_counted_with_the_reason(monkeypatch: pytest.Mo
         assert found == ([(name, "powersgd rank 4", 1, {why: 1})] if why else [])
 
 
-@pytest.mark.usefixtures("counted")
+@pytest.mark.usefixtures("no_counts")
 def test_a_sum_that_nobody_waits_for_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     config = parse_section(json.loads(section()))
     settings = config.lossy_roles["dp"]
@@ -343,7 +335,7 @@ def test_a_sum_that_nobody_waits_for_is_counted(monkeypatch: pytest.MonkeyPatch)
     assert counters.lossy()[0]["exact"] == {"asynchronous": 1}
 
 
-@pytest.mark.usefixtures("counted")
+@pytest.mark.usefixtures("no_counts")
 @pytest.mark.parametrize(("sent", "saved"), [(400, 600), (1400, 0)], ids=["factors", "matrices after factors"])
 def test_no_sum_saves_less_than_nothing(sent: int, saved: int) -> None:
     settings = parse_section(json.loads(section())).lossy_roles["dp"]

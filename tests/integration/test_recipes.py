@@ -106,12 +106,50 @@ def test_frozen_weights_of_lora_are_gathered_once(run: Callable[..., Run]) -> No
 
 
 def test_the_config_of_axolotl_trains_with_trainer(run: Callable[..., Run]) -> None:
-    """That of LLaMA-Factory is the one of ``hf_trainer_lora`` but for three keys (tests/docs/test_example_pages.py)."""
+    """That of LLaMA-Factory is the one of ``hf_trainer_lora`` but for three keys (tests/docs/test_docs.py)."""
     pytest.importorskip("peft")
     plain, coded = run("hf_trainer_lora", "hf_trainer_lora", "0"), run("hf_trainer_lora", "axolotl_z3")
     assert coded.losses == plain.losses and coded.files == plain.files
     logical, wire = coded.sent("zero_param")
     assert 0 < wire < logical
+
+
+# ---- the notebook: its code cells run in order, without Jupyter ------------------------------------------------------
+
+
+def cells(kind: str) -> list[str]:
+    """The cells of a kind in the notebook."""
+    content = json.loads((RECIPES / "two_ranks.ipynb").read_text())
+    assert (content["nbformat"], content["nbformat_minor"]) == (4, 5)
+    assert len({cell["id"] for cell in content["cells"]}) == len(content["cells"])
+    assert all(not cell.get("outputs") for cell in content["cells"]), "outputs are of one machine, and grow the file"
+    return ["".join(cell["source"]) for cell in content["cells"] if cell["cell_type"] == kind]
+
+
+@pytest.mark.network
+def test_cells_run_in_order(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """With fewer steps than a reader takes."""
+    pytest.importorskip("matplotlib")
+    monkeypatch.setenv("MPLBACKEND", "agg")
+    monkeypatch.chdir(tmp_path)
+    state: dict[str, Any] = {}
+    steps = 0
+    for number, code in enumerate(cells("code")):
+        shorter = code.replace("STEPS = 20", "STEPS = 6")
+        steps += shorter != code
+        exec(compile(shorter, f"cell {number}", "exec"), state)
+    assert steps == 1
+    rows = state["rows"]
+    assert list(rows) == ["plain", "raw", "coded"] and state["link"] in ("100mbit", "loopback")
+    assert rows["coded"]["wire_bytes"] < rows["raw"]["wire_bytes"] <= rows["plain"]["wire_bytes"]
+    times, sizes = state["figure"].axes
+    assert [patch.get_height() for patch in sizes.patches] == [row["wire_bytes"] / 1e6 for row in rows.values()]
+    assert len(times.patches) == 2 * len(rows)
+    assert not list(tmp_path.iterdir()), "the notebook leaves no file behind"
+
+
+def test_the_notebook_says_that_times_are_local() -> None:
+    assert "of this machine only" in cells("markdown")[0]
 
 
 # ---- the program of one rank ---------------------------------------------------------------------------------------

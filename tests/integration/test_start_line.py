@@ -225,9 +225,11 @@ def test_a_job_on_machines_like_this_one(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def real_groups(rank: int, ranks: int) -> list[str]:
-    """Clauses on real groups: the first, after more groups are made, and after one is gone."""
+    """Clauses on real groups: the first, after more groups are made, and after one is gone; and whether links are measured."""
     lines.importlib = accelerator("cpu")  # type: ignore[assignment]
     found = [coverage(DEFAULT)]
+    if ranks == 1:
+        return [*found, str(backend._measurable())]
     dist.new_group([0])
     pair = dist.new_group([0, 1])
     dist.new_group([1, 2])
@@ -242,12 +244,4 @@ def test_groups_that_the_job_has_made() -> None:
     one, two, three = (f"codes cpu tensors over gloo{count}" for count in ("", " (2 groups)", " (3 groups)"))
     links = "True"  # are measured
     assert runner.run(real_groups, 3) == [[one, two, one, links], [one, three, two, links], [one, two, two, links]]
-
-
-def one_rank(rank: int, ranks: int) -> tuple[str, bool]:
-    lines.importlib = accelerator("cpu")  # type: ignore[assignment]
-    return coverage(DEFAULT), backend._measurable()
-
-
-def test_a_job_of_one_rank_measures_no_link() -> None:
-    assert runner.run(one_rank, 1) == [("nothing will be coded: this job has one rank", False)]
+    assert runner.run(real_groups, 1) == [["nothing will be coded: this job has one rank", "False"]]

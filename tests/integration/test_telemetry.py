@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +16,8 @@ from ds_zipccl.telemetry.step_log import StepLog
 
 
 @pytest.fixture(autouse=True)
-def empty(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def empty(no_counts: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(counters, "memory", dict)  # other tests of the process have staging buffers
-    counters.reset()
-    yield
-    counters.reset()
 
 
 def test_rows() -> None:

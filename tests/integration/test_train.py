@@ -11,7 +11,6 @@ import functools
 import importlib
 import json
 import os
-import subprocess
 import sys
 from collections import Counter
 from collections.abc import Callable
@@ -20,6 +19,7 @@ from typing import Any
 
 import pytest
 import tiers
+from commands import python
 from places import EXAMPLES, PACKAGE, ROOT
 from programs import launch, reference
 
@@ -130,10 +130,8 @@ def test_replicas_of_tensor_parallel_models_agree_and_a_wrong_one_shows(tmp_path
 
 @pytest.mark.full(reason="twenty seconds; test_bench_train runs the example, plain and coded")
 def test_example_compares(tmp_path: Path) -> None:
-    options = ["--compare", "--size", "tiny", "--steps", "3", "--results", str(tmp_path / "both.json")]
-    environment = {key: value for key, value in os.environ.items() if key != "DS_ZIPCCL"}
-    command = [sys.executable, str(EXAMPLE), *options]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    words = f"--compare --size tiny --steps 3 --results {tmp_path / 'both.json'}".split()
+    done = python(str(EXAMPLE), *words, DS_ZIPCCL="")
     lines = done.stdout.splitlines()
     assert done.returncode == 0, done.stderr[-3000:]
     assert lines[-1] == "bit-identical: yes"

@@ -1,4 +1,5 @@
-"""Bases of ZeRO-3's gathers: the parameters that get memory, the gathers that find it, and the gathers of something else."""
+"""Bases of ZeRO-3's gathers: the parameters that get memory, the gathers that find it, and the gathers of something else. Owners of a
+gradient bucket: the all-reduce that takes them, and the calls that do not fit."""
 
 from __future__ import annotations
 
@@ -9,12 +10,14 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from ds_zipccl.comm import Agreed, CommError
 from ds_zipccl.comm.bases.shared import BaseSlot
 from ds_zipccl.config import ZipcclConfig
 from ds_zipccl.integration import hook_points, hooks  # noqa: F401  the table of points
-from ds_zipccl.integration.zero import gathers
+from ds_zipccl.integration.zero import buckets, gathers
+from ds_zipccl.integration.zero.buckets import Bucket
 from ds_zipccl.policy.admission import STREAM_BACKENDS, PassReason
 
 DATA, OTHER = object(), object()  # groups
@@ -23,9 +26,11 @@ ON = ZipcclConfig(enabled=True, zero3_base="device")
 
 @pytest.fixture(autouse=True)
 def _nothing_is_known() -> Iterator[None]:
-    gathers._wanted.set(None)
+    for hint in (gathers._wanted, buckets._next):
+        hint.set(None)
     yield
-    gathers._wanted.set(None)
+    for hint in (gathers._wanted, buckets._next):
+        hint.set(None)
 
 
 def parameter(number: int, group: Any = DATA, *, persist: bool = False, numel: int = 100, **more: Any) -> Any:
@@ -315,12 +320,7 @@ def test_who_asks_is_watched() -> None:
             note(param_list)
             return "one by one"
 
-    module = SimpleNamespace(Init=Init)
-    before = gathers._gathered_dtype
-    hook_points.adopt(module, "deepspeed.runtime.zero.partition_parameters")
-    once = Init._convert_to_deepspeed_param
-    hook_points.adopt(module, "deepspeed.runtime.zero.partition_parameters")
-    assert Init._convert_to_deepspeed_param is once and gathers._gathered_dtype is before
+    hook_points.adopt(SimpleNamespace(Init=Init), "deepspeed.runtime.zero.partition_parameters")
     params = [parameter(number) for number in (3, 1, 2)]
     Init()._convert_to_deepspeed_param(params[0])
     assert params[0].all_gather_coalesced(iter(params)) == "handle"
@@ -332,3 +332,85 @@ def test_who_asks_is_watched() -> None:
         param.ds_status = SimpleNamespace(name=status)
     assert Init()._all_gather(iter(params)) == "one by one"
     assert gathers._wanted.get() is None and seen[2:] == [[3, 2]], "in the order of the call, those not gathered yet"
+
+
+# ---- owners of a gradient bucket
+
+OWNED = [(600, frozenset({0})), (400, frozenset({1, 2}))]
+BUCKET = Bucket(DATA, OWNED)  # type: ignore[arg-type]
+UNKNOWN = (None, buckets.UNKNOWN)
+#: Elements, reduce op, group and async_op of calls that do not fit the bucket.
+CALLS: dict[str, tuple[int, Any, Any, bool]] = {
+    "smaller": (999, dist.ReduceOp.SUM, DATA, False),
+    "larger": (1001, dist.ReduceOp.SUM, DATA, False),
+    "nothing": (0, dist.ReduceOp.SUM, DATA, False),
+    "another op": (1000, dist.ReduceOp.MAX, DATA, False),
+    "averages": (1000, dist.ReduceOp.AVG, DATA, False),
+    "another group": (1000, dist.ReduceOp.SUM, OTHER, False),
+    "the default group": (1000, dist.ReduceOp.SUM, None, False),
+    "later": (1000, dist.ReduceOp.SUM, DATA, True),
+}
+RIGHT = (torch.empty(10, 100), dist.ReduceOp.SUM, DATA, False)
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_a_call_that_is_not_of_the_bucket(call: str) -> None:
+    """The call gets the full sums, and the owners are forgotten for later calls too."""
+    numel, *more = CALLS[call]
+    assert not BUCKET.fits(torch.empty(numel), *more)
+    buckets._next.set(BUCKET)
+    assert buckets.take_owners(torch.empty(numel), *more) == UNKNOWN
+    assert buckets.take_owners(*RIGHT) == UNKNOWN
+
+
+def test_a_bucket_is_for_one_call() -> None:
+    assert buckets.take_owners(*RIGHT) == UNKNOWN
+    buckets._next.set(BUCKET)
+    assert buckets.take_owners(*RIGHT) == (OWNED, "")
+    assert buckets._next.get() is None
+    assert buckets.take_owners(*RIGHT) == UNKNOWN, "of the same size, but another's"
+
+
+class Optimizer:
+    """An optimizer whose reduction returns the bucket that is noted at that time."""
+
+    dp_process_group = DATA
+
+    def allreduce_and_copy_with_multiple_ranks(
+        self, small_bucket: list[torch.Tensor], communication_data_type: Any = None, process_group: Any = None,
+        bucket_ranks: Any = None, fail: bool = False,
+    ) -> Any:  # fmt: skip
+        if fail:
+            raise RuntimeError("as planted")
+        return buckets._next.get()
+
+
+NAME = "allreduce_and_copy_with_multiple_ranks"
+SMALL_BUCKET = [torch.empty(20, 30), torch.empty(400)]
+
+
+@pytest.fixture
+def optimizer() -> Any:
+    """An optimizer of a class of its own, which is watched."""
+    watched = type("Watched", (Optimizer,), {NAME: getattr(Optimizer, NAME)})
+    hook_points.surround(f"DeepSpeedZeroOptimizer.{NAME}", watched)
+    return watched()
+
+
+def test_what_is_known_of_a_bucket(optimizer: Any) -> None:
+    reduce = getattr(optimizer, NAME)
+    assert reduce(SMALL_BUCKET, bucket_ranks=[0, frozenset({1, 2})]) == BUCKET
+    assert reduce(SMALL_BUCKET, None, OTHER, [0, frozenset({1, 2})]) == Bucket(OTHER, OWNED)  # type: ignore[arg-type]
+    assert reduce(SMALL_BUCKET) is None, "no owners"
+    assert buckets._next.get() is None, "afterwards nothing is known"
+    with pytest.raises(ValueError, match="zip"):
+        reduce(SMALL_BUCKET, bucket_ranks=[0])
+    with pytest.raises(RuntimeError, match="as planted"):
+        reduce(SMALL_BUCKET, bucket_ranks=[0, 1], fail=True)
+    assert buckets._next.get() is None
+
+
+def test_zenflow_keeps_its_sums_whole(optimizer: Any) -> None:
+    for on, wanted in ((True, None), (False, BUCKET)):
+        optimizer.zenflow = on
+        assert getattr(optimizer, NAME)(SMALL_BUCKET, bucket_ranks=[0, frozenset({1, 2})]) == wanted

@@ -17,16 +17,16 @@ from places import ROOT
 from ds_zipccl.__main__ import main
 
 
+def python(*words: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Run ``python`` with ``words`` in a process of its own; blocks for 400 seconds at most."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", **environment}
+    command = [sys.executable, *words]
+    return subprocess.run(command, capture_output=True, text=True, timeout=400, env=environment, cwd=ROOT)
+
+
 def command(*words: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    """Run ``python -m ds_zipccl`` with ``words``; blocks for 240 seconds at most."""
-    return subprocess.run(
-        [sys.executable, "-m", "ds_zipccl", *words],
-        capture_output=True,
-        text=True,
-        timeout=240,
-        env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
-        cwd=ROOT,
-    )
+    """Run ``python -m ds_zipccl`` with ``words``."""
+    return python("-m", "ds_zipccl", *words, **environment)
 
 
 def assert_refused(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:

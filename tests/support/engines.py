@@ -29,6 +29,14 @@ DIFFERENCE, FIRST, OTHER = "", "nothing was gathered there", "a rank holds somet
 SOURCES = (Path(__file__), PACKAGE / "telemetry")
 VOCABULARY, WIDTH, BATCH, CONTEXT = 384, 256, 2, 16
 ADAM = {"lr": 1e-3, "weight_decay": 0.0, "torch_adam": True}
+#: All parameters but biases are freed after use, in the forward pass too: the backward pass gathers them again.
+ZERO3 = {
+    "stage": 3,
+    "stage3_param_persistence_threshold": 1000,
+    "stage3_max_live_parameters": 0,
+    "stage3_max_reuse_distance": 0,
+    "stage3_prefetch_bucket_size": 200_000,
+}
 
 
 class Model(nn.Module):
