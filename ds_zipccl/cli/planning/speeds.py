@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import re
 from collections.abc import Mapping
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -204,22 +205,17 @@ def network(text: str) -> Network:
 
 
 def device_codec(name: str | None, dtype: str) -> DeviceCodec:
-    """The codec of ``--gpu-profile``: a name of :data:`ASSUMED`, or a file of ``bench codec --device cuda --json``. None: the measured one,
-    or an assumed one where no file has the dtype.
+    """The codec of ``--gpu-profile``: a name of :data:`ASSUMED`, or a file of ``bench codec --device cuda --json``; None: :data:`MEASURED`.
 
     Raises:
-        ToolError: the file cannot be read, or has no row for the dtype.
+        ToolError: the file cannot be read, or has no row for the dtype; where that is :data:`MEASURED`, the codec is assumed.
     """
-    if name not in ASSUMED:
-        try:
-            found = read(name or str(MEASURED), dtype).profile
-        except ToolError:
-            if name is not None:
-                raise
-            name = "assumed-1.0"
-    if name in ASSUMED:
-        about = f"{ASSUMED[name] / 1e12:.1f} TB/s, assumed"
-        return DeviceCodec(ASSUMED[name], ASSUMED[name], about)
+    found = None
+    with nullcontext() if name else suppress(ToolError):
+        found = None if name in ASSUMED else read(name or str(MEASURED), dtype).profile
+    if found is None:
+        speed = ASSUMED[name or "assumed-1.0"]
+        return DeviceCodec(speed, speed, f"{speed / 1e12:.1f} TB/s, assumed")
     about = f"encode {found.encode / 1e12:.2f}, decode {found.decode / 1e12:.2f} TB/s, measured in {name or MEASURED}"
     return DeviceCodec(found.encode, found.decode, about)
 
