@@ -226,7 +226,7 @@ def cuda(page: Path) -> str:
             )
             for one in content["floors"]
         )
-        parts.append("Floors:\n\n" + table(("floor", "wanted", "measured", "verdict"), compared))
+        parts.append("Floors:\n\n" + table(("floor", "wanted", "measured", "outcome"), compared))
     if content.get("python_us"):
         times = "; ".join(
             f"{route}: {', '.join(f'{name} {microseconds:.0f} us' for name, microseconds in of_route.items())}"
