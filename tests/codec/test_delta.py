@@ -13,7 +13,6 @@ import variants
 from corpus import assert_same_bits
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from test_codec import coded
 from test_frame import code
 from test_gap_list import CHUNK, KINDS, PLAIN, forms, roundtrip
 
@@ -54,13 +53,20 @@ def test_all_patterns_of_16_bits_against_each_other(route: str, kind: corpus.Flo
 
 @st.composite
 def changed(draw: st.DrawFn) -> tuple[corpus.Float, int, np.ndarray, np.ndarray]:
-    """Float type, block size, words as :func:`test_codec.coded` draws them, and a base: other such words, or these with changes."""
-    kind, block, words = draw(coded(FLOATS))
+    """Float type, block size, words near a block or chunk border and their base, of several textures or wholly arbitrary."""
+    kind = draw(st.sampled_from(FLOATS))
+    block = draw(st.sampled_from(corpus.BLOCKS))
     if draw(st.booleans()):
-        half = len(words) // 2
-        return kind, block, words[:half], words[half : 2 * half]
+        data = draw(st.binary(max_size=800))
+        words = np.frombuffer(data[: len(data) // 8 * 8], kind.word)
+        return kind, block, words[: len(words) // 2], words[len(words) // 2 :]
+    border = draw(st.sampled_from([0, block, 2 * block, corpus.CHUNK_BLOCKS * block]))
+    numel = max(0, border + draw(st.integers(-17, 70)))
+    names = tuple(draw(st.lists(st.sampled_from(sorted(corpus.TEXTURES)), min_size=1, max_size=4)))
     changes = tuple(draw(st.lists(st.sampled_from(sorted(corpus.BASES)), min_size=1, max_size=4)))
-    return kind, block, words, corpus.before(words, kind, block, draw(st.integers(0, 9999)), changes)
+    seed = draw(st.integers(0, 9999))
+    words = corpus.mixed(numel, kind, block, seed, names)
+    return kind, block, words, corpus.before(words, kind, block, seed, changes)
 
 
 @st.composite

@@ -433,7 +433,7 @@ def _plant(what: str) -> None:
 def _raw_report(ctx: Any, peer: int, number: int, content: bytes) -> None:
     buffer = torch.frombuffer(bytearray(content), dtype=torch.uint8)
     handle = ctx.transport.post_send(buffer, peer, choice.TagRange.REPORT + number)
-    choice._of(ctx.state).reports.append((handle, buffer))
+    ctx.state.of(choice._Memory).reports.append((handle, buffer))
 
 
 @pytest.mark.parametrize("numel", [40_000, pytest.param(300_000, marks=pytest.mark.full(reason="as of one fragment"))])

@@ -72,7 +72,7 @@ def build(commands: dict[str, list[str]]) -> dict[str, dict[str, Any]]:
 
 def usable(done: dict[str, dict[str, Any]]) -> list[str]:
     """The CUDA routes that work."""
-    return [name.removeprefix("cuda ") for name, one in done.items() if name.startswith("cuda ") and not one["status"]]
+    return [route for route in ("native", "cupy") if not done.get(f"cuda {route}", {"status": 1})["status"]]
 
 
 def report_command(every: bool = True) -> list[str]:
