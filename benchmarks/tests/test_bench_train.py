@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import tiers
 import torch
 from commands import assert_refused, outcome
 from places import EXAMPLES
@@ -26,19 +25,18 @@ from ds_zipccl.cli.step_logs import Step
 EXAMPLE = EXAMPLES / "train_gpt.py"
 
 
-def test_bench_train(tmp_path: Path, capsys: pytest.CaptureFixture[str], request: pytest.FixtureRequest) -> None:
-    """The short tier has no run of raw frames; the launch takes as long as the others."""
+@pytest.mark.full(reason="twenty seconds; test_train.py stays")
+def test_bench_train(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     picture = tmp_path / "train.png"
-    variants = ["raw"] * (not tiers.is_short(request.config)) + ["coded"]
-    options = f"bench train --workload zero2 --steps 3 --skip 1 --size tiny --plot {picture} --variants"
-    content = outcome(tmp_path, options, *variants[::-1])
-    plain, *raws, coded = content["rows"]
-    assert [row["variant"] for row in content["rows"]] == ["plain", *variants]
+    options = f"bench train --workload zero2 --steps 3 --skip 1 --size tiny --plot {picture} --variants coded raw"
+    content = outcome(tmp_path, options)
+    plain, raw, coded = content["rows"]
+    assert [row["variant"] for row in content["rows"]] == ["plain", "raw", "coded"]
     assert {row["params_sha256"] for row in content["rows"]} == {plain["params_sha256"]}
     assert {row["logical_bytes"] for row in content["rows"]} == {plain["wire_bytes"]}
     assert plain["wire_bytes"] > coded["wire_bytes"]
-    for raw in raws:  # gradients go to owners only: of three parts, two of gradients and one of parameters, one stays
-        assert raw["wire_bytes"] == pytest.approx(2 / 3 * raw["logical_bytes"], rel=0.06)
+    # gradients go to owners only: of three parts, two of gradients and one of parameters, one stays
+    assert raw["wire_bytes"] == pytest.approx(2 / 3 * raw["logical_bytes"], rel=0.06)
     for row in content["rows"]:
         assert (row["ranks"], row["nodes"], row["link"]) == (2, 1, "loopback")
         assert 0.5 < row["comm_ms"] < row["step_ms"]

@@ -31,6 +31,7 @@ def pair(numel: int, kind: corpus.Float, block: int, seed: int) -> tuple[torch.T
     return corpus.tensor(words, kind), corpus.tensor(corpus.before(words, kind, block, seed), kind)
 
 
+@pytest.mark.full("emulated", reason="fourteen seconds")
 @pytest.mark.parametrize("change", corpus.BASES)
 @pytest.mark.parametrize("kind", FLOATS, ids=corpus.SUMMED)
 def test_every_texture_and_every_change(route: str, kind: corpus.Float, change: str) -> None:

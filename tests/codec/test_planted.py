@@ -31,6 +31,7 @@ import test_zfp
 import tiers
 import torch
 from builds import Binary, Change
+from hypothesis import Phase, given, settings
 
 from ds_zipccl import codecs, kernels
 from ds_zipccl.codecs import lowrank
@@ -364,7 +365,11 @@ def _tail_sizes() -> None:
         assert frame is None or test_fuzz.answer(frame, None, "auto", base.against)[0], "a wrong tail size was accepted"
 
 
-FEWEST = test_delta.test_every_block_takes_the_fewest_bytes
+_fewest = test_delta.test_every_block_takes_the_fewest_bytes.hypothesis.inner_test
+#: More cases than the test has, and no search for a smaller one that fails, which takes minutes.
+FEWEST = settings(max_examples=1000, phases=[Phase.generate])(
+    given(test_delta.changed() | test_delta.few_changes())(lambda case: _fewest(case))
+)
 TEXTURES = calls(test_delta.test_every_texture_and_every_change, ("auto", corpus.FP16, "long_steps"))
 #: Example 6.9 of FORMAT.md, and others in which both forms of the chunk have equally many bytes.
 EXAMPLES = calls(test_format.test_document_examples_are_what_the_routes_give, ("auto",))

@@ -419,7 +419,7 @@ for config in (AUTO, CODED):
     runner.together(3, config)(one_after_another)
 for later in (False, True):
     for name in ("all_to_all_single", "all_gather_into_tensor", "all_gather", "reduce_scatter_tensor"):
-        runner.together(2, name, later)(every_layout)
+        runner.together(2, name, later, full=later * "as at once")(every_layout)
     runner.together(2, later)(shapes_that_gloo_refuses)
 for kind in ("in place", "device", "host"):
     runner.together(3, kind)(in_another_place)

@@ -278,10 +278,10 @@ def misaligned(tensor: torch.Tensor) -> torch.Tensor:
     return torch.cat([tensor[:0].new_zeros(1), tensor])[1:]
 
 
-@runner.together(6, MIXED, (7, 20001))
+@runner.together(6, MIXED, (7, 20001), full="six ranks on two cores")
 @runner.together(4, nodes_of(2, 2), (4 * 70_001,))
 @runner.together(4, nodes_of(2, 2))
-@runner.together(6, nodes_of(3, 2))
+@runner.together(6, nodes_of(3, 2), full="six ranks on two cores")
 @runner.together(8, nodes_of(4, 2), full="eight ranks on two cores")
 @runner.together(8, nodes_of(2, 4), full="eight ranks on two cores")
 def as_documented(rank: int, ranks: int, nodes: Nodes, sizes: Sequence[int] = SIZES) -> None:
@@ -446,7 +446,7 @@ def one_level(rank: int, ranks: int, nodes: Nodes) -> None:
         corpus.assert_same_bits(got, in_one_level(everyone))
 
 
-@runner.together(6)
+@runner.together(6, full="six ranks on two cores")
 def groups(rank: int, ranks: int) -> None:
     """A subgroup has nodes of its own; `match` has gloo's order wherever ranks are; nodes that are found later count from then on."""
     everyone = [bell(peer, 20001, corpus.BF16, 0) for peer in range(ranks)]

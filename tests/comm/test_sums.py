@@ -13,6 +13,7 @@ import moves
 import pytest
 import ranks as runner
 import sums
+import tiers
 import torch
 import torch.distributed as dist
 from moves import CODED
@@ -29,7 +30,7 @@ from ds_zipccl.policy.admission import PassReason
 from ds_zipccl.telemetry import counters
 
 
-@pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.parametrize("ranks", tiers.mostly_full([2, 3, 4], [3], "five seconds"))
 def test_match_has_gloos_bits(ranks: int) -> None:
     runner.run_each(ranks, *((sums.as_gloo, sums.sizes_for(ranks), calls) for calls in sums.SUMS.values()), timeout=360)
 

@@ -568,6 +568,7 @@ def in_namespace(rank: int, folder: str) -> None:
 
 
 @pytest.mark.skipif(os.geteuid() != 0 or not shutil.which("unshare"), reason="PID namespaces need root and unshare")
+@pytest.mark.full(reason="eleven seconds")
 def test_ranks_in_several_pid_namespaces_share_nothing(tmp_path: Path) -> None:
     """Numbers of processes mean other processes there. Ranks of one namespace still share, and all gathers are right."""
     program = "import sys, test_versions; test_versions.in_namespace(int(sys.argv[1]), sys.argv[2])"

@@ -327,9 +327,8 @@ works = [comm.all_reduce(torch.ones(100_000), config=config, async_op=True) for 
 @pytest.mark.parametrize(
     ("mode", "later", "runs"),
     [
-        ("auto", "now", 3),
         ("always", "later", 1),
-        pytest.param("auto", "later", 3, marks=pytest.mark.full(reason="ten seconds")),
+        *(pytest.param("auto", when, 3, marks=pytest.mark.full(reason="ten seconds")) for when in ("now", "later")),
     ],
 )
 def test_leaving_without_goodbye(tmp_path: Path, mode: str, later: str, runs: int) -> None:

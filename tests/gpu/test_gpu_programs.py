@@ -141,6 +141,7 @@ exit {clean}
 LATE = "echo '========= COMPUTE-SANITIZER'; echo 'case 7 trials equal'; {}; sleep 60"
 
 
+@pytest.mark.full(reason="six seconds")
 def test_sanitizers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(figures.VARIABLE, str(tmp_path / "figures.json"))
     monkeypatch.setattr(golden_cases, "main", lambda path, *options: Path(path).touch())
@@ -285,6 +286,7 @@ def test_the_status_tells_slow_from_wrong(some: list[Result], status: int, words
 TICKS = "import time\nfor _ in range(99): print('at work', flush=True); time.sleep(0.2)"
 
 
+@pytest.mark.full(reason="six seconds")
 def test_a_limit_of_work_that_goes_on_is_a_budget(tmp_path: Path) -> None:
     """As is the status of a program that was slow. A program in silence hangs, one that writes figures does not."""
     writes = "import figures, time\nwhile True: figures.alive(); time.sleep(0.2)"

@@ -117,6 +117,7 @@ leave()
         assert f"CODED {2 << 16}" in output
 
 
+@pytest.mark.full(reason="seven seconds")
 def test_backend_that_is_up_already_is_adopted(tmp_path: Path) -> None:
     """install() works after init_distributed, and on process groups that the user has made."""
     succeed(

@@ -65,6 +65,7 @@ def job(folder: Path, ds_zipccl: str = "") -> tuple[str, float]:
     return said.pop(), sum(after[2:4]) - sum(before[2:4])
 
 
+@pytest.mark.full(reason="thirteen seconds")
 def test_a_coded_job_does_not_import_numba(tmp_path: Path) -> None:
     """Its import takes half a CPU second; kernels that a job does not use are not loaded, not even to say so in the start-up line."""
     assert len(job(tmp_path)[0].split()) == 2

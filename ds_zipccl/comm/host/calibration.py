@@ -29,7 +29,7 @@ ROUNDS, _AGREEING = 3, 1.25
 #: second of the job's start). At least one is made. The median counts; the first exchange counts only where no second one was made.
 _SIZE_BUDGET_S = 0.1
 _MOST, _MOST_BYTES = 4, 16 << 20
-#: Largest seconds of an exchange of the size that is also sent in one direction, and times (seed: 1 MiB, four times a burst, at 100 Mbit/s).
+#: Largest seconds of an exchange of the size that is also sent in one direction, and times (seed: 1 MiB at 100 Mbit/s, of four bursts).
 _ONE_WAY_S, _ONE_WAY_TIMES = 0.1, 3
 #: Seconds of pause before an exchange (seed): a shaped link recovers its burst, as between a program's operations.
 _PAUSE_S = 0.01
