@@ -16,6 +16,8 @@ K ?=
 # out last, and those are the longest: tests/support/tiers.py has the order.
 WORKERS = $(if $(T)$(K),,-n 2 --dist loadfile --no-loadscope-reorder)
 PYTEST = $(BIN)/python -m pytest -q --need-deepspeed --durations=25 $(WORKERS) $(T) $(if $(K),-k "$(K)")
+# Tests start thousands of processes; each would compile the modules anew.
+unexport PYTHONDONTWRITEBYTECODE
 export DS_ACCELERATOR = cpu
 export PYTHONWARNINGS = ignore::FutureWarning
 
@@ -32,7 +34,7 @@ $(VENV)/ready: setup.py pyproject.toml
 demo: $(VENV)/ready
 	$(BIN)/python examples/train_gpt.py --compare --ranks $(RANKS) --ds-config examples/ds_config_zero3.json
 
-# The short tier: seven minutes and a half on two cores where the builds of the last run are kept, more where there are none. Left to `test-all`:
+# The short tier: six minutes and a half on two cores where the builds of the last run are kept, more where there are none. Left to `test-all`:
 # tests marked `full`, and combinations of parameters for the slow kernel routes (tests/support/tiers.py).
 test: $(VENV)/ready lint
 	$(PYTEST) -m "not full"

@@ -97,6 +97,7 @@ def test_collectives(python: str, tmp_path: Path) -> None:
     assert [(rank.communicate(timeout=300)[0], rank.returncode) for rank in ranks] == [("True\n", 0)] * 2
 
 
+@pytest.mark.full(reason="four seconds; doctor stays")
 def test_report(python: str) -> None:
     """The sections for DeepSpeed say that it is not here; the routes work."""
     words = ("-m", "ds_zipccl", "report", "--require", "cpu")

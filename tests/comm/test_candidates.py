@@ -125,7 +125,8 @@ def followed(rank: int, ranks: int, later: bool) -> list[str]:
 
 
 @pytest.mark.alone
-@pytest.mark.parametrize("ranks, later", mostly_full([(2, False), (3, True)], [(2, False)], "nobody runs beside"))
+@pytest.mark.full(reason="six seconds alone")
+@pytest.mark.parametrize("ranks, later", [(2, False), (3, True)])
 def test_the_faster_way_is_followed(ranks: int, later: bool) -> None:
     first, *others = runner.run(followed, ranks, later)
     assert all(ways == first for ways in others)
@@ -150,8 +151,8 @@ def incompressible(rank: int, ranks: int) -> None:
 
 
 @runner.together(4, 2)
-@runner.together(6, 2)
-@runner.together(6, 3)
+@runner.together(6, 2, full="six ranks on two cores")
+@runner.together(6, 3, full="six ranks on two cores")
 def by_nodes(rank: int, ranks: int, nodes: int) -> None:
     """Gathers where some ranks share a node: every schedule is tried, the bits are right, and a shard enters a node once."""
     group_state(None).nodes = [list(range(first, first + ranks // nodes)) for first in range(0, ranks, ranks // nodes)]

@@ -30,7 +30,7 @@ from ds_zipccl.ops import OPS
 from ds_zipccl.telemetry import counters
 
 
-@pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.parametrize("ranks", tiers.mostly_full([2, 3, 4], [2, 3], "four ranks on two cores"))
 def test_every_bit_arrives(ranks: int) -> None:
     runner.run_each(ranks, *((moves.moves, calls) for calls in moves.MOVES.values()))
 
@@ -291,7 +291,8 @@ def every_kind(rank: int, ranks: int, names: list[str]) -> list[str]:
     return wrong
 
 
-@pytest.mark.parametrize("part", tiers.mostly_full(range(3), [1], "the parts are alike"))
+@pytest.mark.full(reason="eight seconds each")
+@pytest.mark.parametrize("part", range(3))
 def test_every_layout_and_dtype(part: int) -> None:
     names = [name for name in KINDS if hasattr(torch, "complex32") or name != "complex32"][part::3]
     assert runner.run(every_kind, 2, names, timeout=60) == [[], []]

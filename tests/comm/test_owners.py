@@ -424,16 +424,17 @@ def to_owners(rank: int, ranks: int, nodes: Nodes, sizes: Sequence[int]) -> None
     assert used == {"straight", "to_all"} | ({"by_shards"} if len(nodes) > 2 else set()) or len(sizes) == 1
 
 
-for nodes in (nodes_of(2, 2), nodes_of(2, 4), MIXED):
-    runner.together(sum(map(len, nodes)), nodes, [1, 37, 4099])(to_owners)
+runner.together(4, nodes_of(2, 2), [1, 37, 4099])(to_owners)
+for nodes in (nodes_of(2, 4), MIXED):
+    runner.together(sum(map(len, nodes)), nodes, [1, 37, 4099], full="more ranks than cores")(to_owners)
 
 
 # ---- groups and choices ------------------------------------------------------------------------------------------------
 
 
 @runner.together(4, [[0, 1, 2], [3]])
-@runner.together(4, [[0], [1], [2], [3]])
-@runner.together(4, [[0, 1, 2, 3]])
+@runner.together(4, [[0], [1], [2], [3]], full="as with unknown nodes")
+@runner.together(4, [[0, 1, 2, 3]], full="as with unknown nodes")
 @runner.together(4, [])
 def one_level(rank: int, ranks: int, nodes: Nodes) -> None:
     """Nodes that are uneven, have a rank each, are one or unknown. Whatever NaN comes, its sum is one NaN."""
@@ -553,7 +554,7 @@ for case, *arguments in (
     (to_owners, nodes_of(2, 2), [20001]),
 ):
     ranks = sum(map(len, arguments[0]))
-    runner.together(ranks, case, tuple(arguments), file=__name__)(in_small_pieces)
+    runner.together(ranks, case, tuple(arguments), full="many ranks" * (ranks > 3), file=__name__)(in_small_pieces)
 
 
 test_programs = runner.programs(__name__)

@@ -65,8 +65,9 @@ def in_small_pieces(
 
 
 for ranks in (2, 3, 4):
-    runner.together(ranks, moves.moves)(in_small_pieces)
-    runner.together(ranks, sums.as_gloo, ([1, 7, 1000, 20001],))(in_small_pieces)
+    full = "four ranks on two cores" * (ranks > 3)
+    runner.together(ranks, moves.moves, full=full)(in_small_pieces)
+    runner.together(ranks, sums.as_gloo, ([1, 7, 1000, 20001],), full=full)(in_small_pieces)
 runner.together(3, test_bases.steps, ("in place",), 1 << 15, 2)(in_small_pieces)
 
 

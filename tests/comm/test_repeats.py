@@ -609,9 +609,9 @@ def broadcasts(rank: int, ranks: int) -> None:
         assert torch.equal(tensor, content("bfloat16", 300_000))
 
 
-@runner.together(2, "size")
+@runner.together(2, "size", full="damage stays")
 @runner.together(2, "damage")
-@runner.together(2, "odd")
+@runner.together(2, "odd", full="damage stays")
 def wrong_frames_are_refused(rank: int, ranks: int, what: str) -> None:
     """The root sends a frame of words that does not fit: of too few bytes, or damaged."""
     tensor = content("bfloat16", 300_001 if what == "odd" else 300_000)

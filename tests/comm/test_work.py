@@ -22,7 +22,6 @@ from typing import Any
 import corpus
 import pytest
 import ranks as runner
-import tiers
 import torch
 import torch.distributed as dist
 from kept import Rank
@@ -293,7 +292,8 @@ def garbage(rank: int, ranks: int, group: dist.ProcessGroup, op: str) -> None:
     getattr(comm, op)(*arguments(tensor, ranks)[op], group=group, config=ALWAYS)
 
 
-@pytest.mark.parametrize("op", tiers.mostly_full(OPERATIONS, ["all_reduce"], "six to nine seconds each"))
+@pytest.mark.full(reason="six to nine seconds each; damaged frames of test_owners.py stay")
+@pytest.mark.parametrize("op", OPERATIONS)
 def test_frames_that_are_garbage(tmp_path: Path, op: str) -> None:
     """Those who read it name it; the others name whom they have waited for in vain, or are done."""
     said = survive(tmp_path, garbage, 3, op)

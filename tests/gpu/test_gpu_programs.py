@@ -166,6 +166,7 @@ def test_sanitizers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         driver.sanitizer_path()
 
 
+@pytest.mark.full(reason="five seconds")
 def test_a_rank_that_fails_ends_the_others(tmp_path: Path) -> None:
     """Soon, with the words of each."""
     program = """
@@ -381,6 +382,7 @@ def stand_in(folder: Path, **parts_: str) -> None:
 
 
 @pytest.mark.parametrize("quit_", [QUIT, "true", "exit 7"])
+@pytest.mark.full(reason="four seconds")
 def test_the_service_of_ranks_that_share_a_gpu_ends(
     quit_: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

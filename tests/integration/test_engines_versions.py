@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import hashlib
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -12,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from engines import BATCH, CONTEXT, FIRST, SOURCES, VOCABULARY, ZERO3, Lab, Model, bits, rank_program
+from engines import BATCH, CONTEXT, FIRST, SOURCES, VOCABULARY, ZERO3, Lab, Model, bits, digest, rank_program
 from programs import launch, plain_and_coded, reference
 from tiers import mostly_full
 
@@ -121,7 +120,7 @@ def edited(lab: Lab) -> None:
     engine = start(lab)
     weights = [layer.weight for layer in engine.module.layers]
     for layer in engine.module.layers:  # a changed bit may change no loss
-        layer.register_forward_pre_hook(lambda layer, *given: lab.losses.append(hashed(layer.weight)))
+        layer.register_forward_pre_hook(lambda layer, *given: lab.losses.append(digest([layer.weight.data])))
     train(lab, engine, 2, "before", FIRST)
     for number, (name, change) in enumerate(CHANGES.items()):
         shard = weights[number % 3].ds_tensor
@@ -148,10 +147,6 @@ def edited(lab: Lab) -> None:
         lab.losses.append(str(sum(weight.double().sum().item() for weight in weights)))
         weights[0].data.fill_(7.0)  # plain DeepSpeed forgets it
     train(lab, engine, 1, "read")
-
-
-def hashed(weight: torch.Tensor) -> str:
-    return hashlib.sha256(weight.detach().contiguous().view(torch.uint8).numpy()).hexdigest()
 
 
 def evaluate(lab: Lab, engine: Any, batches: int, trains: bool = False, mode: Any = torch.no_grad) -> None:
@@ -189,7 +184,7 @@ def evaluated(lab: Lab) -> None:
         engine.save_16bit_model(lab.folder, name)
         if lab.rank == 0:
             words = torch.load(lab.folder / name, weights_only=True)
-            lab.losses += map(hashed, words.values())
+            lab.losses += (digest([one]) for one in words.values())
 
     train(lab, engine, 3, "before", FIRST, "sends")
     for number, (way, mode) in enumerate(WAYS.items()):
@@ -310,7 +305,7 @@ def in_a_step(lab: Lab, when: str) -> None:
         if lab.rank == 1:
             engine.module.layers[1].weight.ds_tensor.data.mul_(scale)
 
-    before, known = [hashed(one) for one in trained(engine.module)], len(lab.losses)
+    before, known = [digest([one.data]) for one in trained(engine.module)], len(lab.losses)
     try:
         if when == "for a batch":
             write(0.5)
@@ -324,7 +319,7 @@ def in_a_step(lab: Lab, when: str) -> None:
         engine.step()
     except CommError as error:
         lab.losses[known:] = [str(error)]
-        assert [hashed(one) for one in trained(engine.module)] == before
+        assert [digest([one.data]) for one in trained(engine.module)] == before
     ends(lab, "changed")
 
 

@@ -110,7 +110,11 @@ class Lab:
         """End a phase. ``expected`` maps outcomes of this rank's shards to counts, or lists the outcomes, sorted."""
         rows = {f"{row['role']} {row['op']}": row for row in counters.rows()}
         row: Any = rows.get("zero_param all_gather_into_tensor", {"differences": {}, "ratio": 0.0})
-        found = {"phase": phase, "expected": expected, "sha256": [sha256(engine.module) for engine in self.engines]}
+        found = {
+            "phase": phase,
+            "expected": expected,
+            "sha256": [digest(engine.module.parameters()) for engine in self.engines],
+        }
         found["rows"] = {
             name: {key: one[key] for key in ("calls", "reasons", "host_waits")} for name, one in rows.items()
         }
@@ -124,11 +128,13 @@ class Lab:
         gc.collect()
 
 
-def sha256(module: nn.Module) -> str:
-    parts = [
-        getattr(parameter, "ds_tensor", parameter) for parameter in module.parameters()
-    ]  # ZeRO-3: the shards of this rank
-    return hashlib.sha256(torch.cat([part.detach().flatten() for part in parts]).view(torch.uint8).numpy()).hexdigest()
+def digest(tensors: Iterable[Any]) -> str:
+    """Return a hash of the bits of tensors and their dtypes; of parameters of ZeRO-3, of their shards on this rank."""
+    found = hashlib.sha256()
+    for tensor in tensors:
+        shard = getattr(tensor, "ds_tensor", tensor).detach().contiguous()
+        found.update(str(shard.dtype).encode() + shard.view(-1).view(torch.uint8).numpy().tobytes())
+    return found.hexdigest()
 
 
 def bits(run: list[dict[str, Any]]) -> list[Any]:

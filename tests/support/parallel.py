@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import gc
-import hashlib
 import json
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -16,6 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import engines
 import megatron
 import pytest
 import tiers
@@ -41,7 +41,7 @@ SECTIONS = {
 #: Roles of data parallelism.
 OF_DATA = {"dp", "zero_param", "zero_grad"}
 #: Sources of the results of a plain run, beside the test's file.
-SOURCES = (Path(__file__), Path(megatron.__file__), EXAMPLES, PACKAGE / "telemetry")
+SOURCES = (Path(__file__), Path(engines.__file__), Path(megatron.__file__), EXAMPLES, PACKAGE / "telemetry")
 
 
 @dataclass
@@ -93,7 +93,11 @@ class Lab:
         """Return what the case leaves on this rank, and free its engine and groups."""
         from deepspeed.utils import groups
 
-        found = {"losses": self.losses, "sha256": sha256(self.engine.module.parameters()), "calls": calls()} | self.more
+        found = {
+            "losses": self.losses,
+            "sha256": engines.digest(self.engine.module.parameters()),
+            "calls": calls(),
+        } | self.more
         found |= {"sent": sent(), "roles": roles(), "table": table.render()}
         found["ratios"] = {f"{one['op']} {one['kind']}".rstrip(): one["ratio"] for one in rows("tp")}
         found["whole"] = any(one["whole"] for one in counters.rows())  # sums that lack the owners of their slices
@@ -105,15 +109,6 @@ class Lab:
 
 
 Cases = Mapping[str, Callable[[Lab], None]]
-
-
-def sha256(parameters: Iterable[Any]) -> str:
-    """Return a hash of the parameters, or with ZeRO-3 of their shards, on this rank."""
-    digest = hashlib.sha256()
-    for parameter in parameters:
-        words = getattr(parameter, "ds_tensor", parameter).detach().contiguous()
-        digest.update(words.flatten().view(torch.uint8).numpy().tobytes())
-    return digest.hexdigest()
 
 
 def calls() -> dict[str, int]:

@@ -8,14 +8,14 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from engines import BATCH, CONTEXT, Lab
+from engines import BATCH, CONTEXT, Lab, digest
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -201,19 +201,6 @@ class LlamaLab(Lab):
         counters.reset()
 
 
-def digest(params: Iterable[Any]) -> str:
-    """Return a hash of the words of parameters that this rank holds, and of their dtypes."""
-    found = hashlib.sha256()
-    for param in params:
-        words = getattr(param, "ds_tensor", param).detach()
-        found.update(str(words.dtype).encode() + _bytes(words))
-    return found.hexdigest()
-
-
-def _bytes(tensor: torch.Tensor) -> bytes:
-    return bytes(tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes())
-
-
 def of_files(folder: Path) -> str:
     """Return a hash of the tensors in all files of weights in a folder."""
     from safetensors.torch import load_file
@@ -222,7 +209,7 @@ def of_files(folder: Path) -> str:
     for file in sorted([*folder.rglob("*.safetensors"), *folder.rglob("pytorch_model.bin")]):
         tensors = load_file(file) if file.suffix == ".safetensors" else torch.load(file, weights_only=True)
         for name, tensor in sorted(tensors.items()):
-            found.update(f"{name} {tensor.dtype}".encode() + _bytes(tensor))
+            found.update((name + digest([tensor])).encode())
     return found.hexdigest()
 
 
