@@ -12,14 +12,13 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-from ds_zipccl import devices, tensors
+from ds_zipccl import tensors
 from ds_zipccl.comm import engine, topology
 from ds_zipccl.comm.context import OpContext
 from ds_zipccl.comm.group_state import GroupState, group_nodes, group_state, link_profile, resolve_group
 from ds_zipccl.comm.reduction_order import reduce_op_name
 from ds_zipccl.comm.request import Request, TensorKind
 from ds_zipccl.comm.tuner import CallTimer, Tuner, TunersBySize
-from ds_zipccl.comm.work import CommError
 from ds_zipccl.config import ZipcclConfig
 from ds_zipccl.ops import OPS
 from ds_zipccl.policy import admission, cost_model, send_rules, tuner_rules
@@ -68,10 +67,9 @@ def decide(request: Request) -> Choice:
         raise ValueError(f"{request.op}: {problem}")
     if admitted.frames and resolve_group(request.group) in c10d._world.pg_coalesce_state:
         return Choice(Decision.passing(PassReason.COALESCED))  # torch keeps some calls of our schedules for later too
-    if admitted.on_device:
-        return Choice(_on_device(request, state, admitted))
-    if admitted.frames:
-        _refuse_capture(request.op, tensor.device)
+    reason = engine.engine_of(state, tensor.device.type).passes_now(request) if admitted.frames else None
+    if reason is not None:
+        return Choice(Decision.passing(reason))
     if tuner is None:
         return Choice(admitted)
 
@@ -111,22 +109,6 @@ def _follow_link(request: Request, state: GroupState, tuner: Tuner, seconds: flo
         memory = state.of(DecisionMemory)
         memory.decisions.clear()
         memory.tuners = {key: one for key, one in memory.tuners.items() if one is not tuner}
-
-
-def _on_device(request: Request, state: GroupState, admitted: Decision) -> Decision:
-    """Return the decision on a call in stream order, at this moment of the program. All ranks are at the same one."""
-    device, group = request.tensor.device, resolve_group(request.group)
-    if request.reduce_op is None:
-        nbytes = None if request.numel is None else request.nbytes()
-        reason = engine.reason_to_pass(request.op, request.role, nbytes, request.config, group, device.type)
-        if reason is not None:
-            return Decision.passing(reason)
-    if devices.is_capturing(device):
-        return Decision.passing(PassReason.CAPTURED)
-    chosen = OPS[request.op].traffic == "all_to_all" and request.config.mode_of(request.role) == "auto"
-    if chosen and not engine.pays_now(group, request.op, request.role, request.tensor, request.numel):
-        return Decision.passing(PassReason.SMALL_GAIN)
-    return admitted
 
 
 def _remembered(request: Request, kind: TensorKind, state: GroupState) -> tuple[Decision, Tuner | TunersBySize | None]:
@@ -237,7 +219,7 @@ def decide_message(op: str, tensor: torch.Tensor, state: GroupState, config: Zip
     admitted = admission.admit(_message_of(op, TensorKind.of(tensor), tensor.numel(), state, role), config)
     if not admitted.frames:
         return admitted
-    _refuse_capture(op, tensor.device)
+    engine.host.refuse_capture(op, tensor.device)
     if config.mode_of(role) != "auto":
         return admitted
     profile = link_profile(state, tensor.device.type)
@@ -246,16 +228,6 @@ def decide_message(op: str, tensor: torch.Tensor, state: GroupState, config: Zip
     ):
         return Decision.passing(PassReason.LINK_IS_FASTER)
     return admitted
-
-
-def _refuse_capture(op: str, device: torch.device) -> None:
-    """Raise CommError if the current stream of ``device`` records a graph: a replay would not send. The plain collective of a backend that
-    takes host memory fails in a capture too."""
-    if devices.is_capturing(device):
-        raise CommError(
-            f"{op}: got a call while a graph of {device} is captured, wanted a call outside of captures: on this group frames go through "
-            f"host memory, and a graph cannot hold them; call before or after the capture, or pass a group whose backend is NCCL"
-        )
 
 
 def _mixture(request: Request) -> str:

@@ -1,19 +1,18 @@
-"""The engines: how a call that was decided on is executed. One exchanges messages of pairs of ranks (:mod:`.host.engine`), the other puts
-collectives on the streams of a device (:mod:`.device.engine`). What a job tells the engines, and asks them, is here too."""
+"""The engines: how the frames of a call travel. One exchanges messages of pairs of ranks (:mod:`.host.engine`), one puts collectives on the
+streams of a device (:mod:`.device.engine`), and a program may register more. What a job tells its engines and asks them is here too."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 
 from ds_zipccl.comm.device import engine as device
 from ds_zipccl.comm.device import sizes
-from ds_zipccl.comm.device.choice import Settled, end_step, host_bases_gain, never_coded, reason_to_pass, settle
-from ds_zipccl.comm.device.exchange import pays_now
+from ds_zipccl.comm.device.choice import Settled, end_step, host_bases_gain, never_coded, settle
 from ds_zipccl.comm.device.streams import streams_of
-from ds_zipccl.comm.group_state import find_nodes, group_state
+from ds_zipccl.comm.group_state import GroupState, find_nodes, group_state
 from ds_zipccl.comm.host import calibration
 from ds_zipccl.comm.host import engine as host
 from ds_zipccl.comm.host.p2p.calls import receive, send
@@ -21,13 +20,55 @@ from ds_zipccl.comm.host.repeats.memory import forget as forget_repeats
 from ds_zipccl.comm.host.staging import SideStream
 from ds_zipccl.comm.request import Request
 from ds_zipccl.comm.tuner import CallTimer
-from ds_zipccl.policy.admission import Decision
+from ds_zipccl.policy.admission import Decision, PassReason
 from ds_zipccl.policy.cost_model import LinkProfile
 
 __all__ = [
-    "Settled", "SideStream", "calibrate", "calibration", "end_step", "finish", "forget_repeats", "host", "host_bases_gain",
-    "never_coded", "pays_now", "reason_to_pass", "receive", "send", "settle", "start",
+    "ENGINES", "Engine", "Settled", "SideStream", "calibrate", "calibration", "end_step", "engine_of", "finish", "forget_repeats", "host",
+    "host_bases_gain", "never_coded", "receive", "register", "send", "settle", "start",
 ]  # fmt: skip
+
+
+class Engine(Protocol):
+    """How the calls of a group on tensors of one device type are executed; a module or an object. Equal on all ranks of the group."""
+
+    def takes(self, state: GroupState, device: str) -> bool:
+        """Return whether this engine executes the coded calls of a group on a device type; equal on all ranks."""
+        ...
+
+    def passes_now(self, request: Request) -> PassReason | None:
+        """Return why the plain collective executes an admitted call at this moment of the program; None where frames do. All ranks ask
+        once before each call, in program order, and get equal answers.
+
+        Raises:
+            CommError: the call is not possible now, by frames or plain.
+        """
+        ...
+
+    def start(self, request: Request, decision: Decision, timer: CallTimer | None = None) -> Any:
+        """Execute a call by frames, and count its bytes; see :func:`start`."""
+        ...
+
+
+#: The engines in the order in which they are asked.
+ENGINES: list[Engine] = [device, host]
+
+
+class _Chosen(dict[str, Engine]):
+    """Device type -> the engine of a group."""
+
+
+def register(engine: Engine) -> None:
+    """Let an engine be asked before the others. Groups that have had a coded call on a device type keep their engine for it."""
+    ENGINES.insert(0, engine)
+
+
+def engine_of(state: GroupState, device: str) -> Engine:
+    """Return the engine of a group for tensors on a device type that admission lets through. The choice is made once."""
+    chosen = state.of(_Chosen)
+    if device not in chosen:
+        chosen[device] = next(engine for engine in ENGINES if engine.takes(state, device))
+    return chosen[device]
 
 
 def start(request: Request, decision: Decision, timer: CallTimer | None = None) -> Any:
@@ -39,7 +80,9 @@ def start(request: Request, decision: Decision, timer: CallTimer | None = None) 
     Raises:
         CommError: a peer or the transport failed, or a frame was refused. The handle of an ``async_op`` call raises in ``wait()``.
     """
-    return device.start(request, decision) if decision.on_device else host.start(request, decision, timer)
+    state = group_state(request.group)
+    assert state is not None  # admission lets no other rank through
+    return engine_of(state, request.tensor.device.type).start(request, decision, timer)
 
 
 def finish(place: torch.device) -> None:

@@ -444,6 +444,7 @@ def carried_out(
     monkeypatch.setattr(decision, "group_state", lambda group: SimpleNamespace())
     monkeypatch.setattr(decision, "resolve_group", lambda group: "the group")
     monkeypatch.setattr(decision, "_remembered", lambda request, kind, state: (CODED, tuner))
+    monkeypatch.setattr(engine, "engine_of", lambda state, device: engine.host)
     monkeypatch.setattr(engine, "start", lambda request, decision, timer: f"{decision} {timer is tuner}")
     usual = {"outputs": [torch.ones(NUMEL)], "plain": plain, "token": "t", "numel": 2 * NUMEL}
     request = request_of(later=later, **{**usual, **more})

@@ -7,16 +7,18 @@ from typing import Any
 
 import torch
 
-from ds_zipccl import tensors
+from ds_zipccl import devices, tensors
 from ds_zipccl.comm.bases import agreed
 from ds_zipccl.comm.device import gather, sizes, sums
+from ds_zipccl.comm.device.choice import reason_to_pass
 from ds_zipccl.comm.device.context import DeviceContext
-from ds_zipccl.comm.device.exchange import exchange_even, exchange_uneven
+from ds_zipccl.comm.device.exchange import exchange_even, exchange_uneven, pays_now
 from ds_zipccl.comm.device.gather import Shard
 from ds_zipccl.comm.device.levels import levels_of
 from ds_zipccl.comm.device.stream_work import StreamWork
 from ds_zipccl.comm.device.streams import Stage
 from ds_zipccl.comm.device.sums import Part
+from ds_zipccl.comm.group_state import GroupState, resolve_group
 from ds_zipccl.comm.request import (
     Request,
     compare_by,
@@ -27,15 +29,38 @@ from ds_zipccl.comm.request import (
     shadow_of,
 )
 from ds_zipccl.comm.spans import cut
+from ds_zipccl.comm.tuner import CallTimer
+from ds_zipccl.ops import OPS
 from ds_zipccl.policy import wire
-from ds_zipccl.policy.admission import Decision
+from ds_zipccl.policy.admission import Decision, PassReason
 from ds_zipccl.telemetry import counters
 
 Tensors = list[torch.Tensor]
 
 
-def start(request: Request, decision: Decision) -> Any:
+def takes(state: GroupState, device: str) -> bool:
+    """Return whether a group's tensors on a device type go in stream order, see :class:`ds_zipccl.comm.engine.Engine`."""
+    return state.streams(device)
+
+
+def passes_now(request: Request) -> PassReason | None:
+    """Return why a call passes at this moment of the program, at which all ranks are; None if frames execute the call."""
+    device, group = request.tensor.device, resolve_group(request.group)
+    if request.reduce_op is None:
+        nbytes = None if request.numel is None else request.nbytes()
+        reason = reason_to_pass(request.op, request.role, nbytes, request.config, group, device.type)
+        if reason is not None:
+            return reason
+    if devices.is_capturing(device):
+        return PassReason.CAPTURED
+    chosen = OPS[request.op].traffic == "all_to_all" and request.config.mode_of(request.role) == "auto"
+    pays = not chosen or pays_now(group, request.op, request.role, request.tensor, request.numel)
+    return None if pays else PassReason.SMALL_GAIN
+
+
+def start(request: Request, decision: Decision, timer: CallTimer | None = None) -> Any:
     """Execute a call on a device: the work is on its streams when the call returns. The current stream waits for a blocking call.
+    ``timer``: always None, because whole steps are timed.
 
     Raises:
         CommError: a rank has refused a frame of an earlier call, or did not come within the group's timeout.

@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 
-from ds_zipccl import tensors
+from ds_zipccl import devices, tensors
 from ds_zipccl.comm import work
 from ds_zipccl.comm.buffer_pool import POOL
 from ds_zipccl.comm.context import OpContext, Told, packed, unpacked
-from ds_zipccl.comm.group_state import group_nodes, resolve_group
+from ds_zipccl.comm.group_state import GroupState, group_nodes, resolve_group
 from ds_zipccl.comm.host import exchange, gather, sums
 from ds_zipccl.comm.host.pipeline import abandon
 from ds_zipccl.comm.host.repeats.exchange import gathered_shards, segments_of, summed_shards
@@ -20,8 +20,10 @@ from ds_zipccl.comm.host.repeats.memory import Places, RepeatMemory, Repeats, Wo
 from ds_zipccl.comm.request import Request, compare_by, copy_back, logical_order, memory_order, problem_of, shadow_of
 from ds_zipccl.comm.shadow_check import LossyShadow, Shadow
 from ds_zipccl.comm.spans import cut, length
+from ds_zipccl.comm.transport import TRANSPORTS
 from ds_zipccl.comm.transport.protocol import TAGS_PER_COLLECTIVE
 from ds_zipccl.comm.tuner import CallTimer
+from ds_zipccl.comm.work import CommError
 from ds_zipccl.ops import OPS
 from ds_zipccl.policy import repeat_rules, row_rules
 from ds_zipccl.policy.admission import Decision
@@ -44,6 +46,26 @@ COLLECTIVES: dict[str, _Collective] = {
     "all_reduce_coalesced": sums.all_reduce,
     "reduce_to_owners": sums.reduce_to_owners,
 }
+
+
+def takes(state: GroupState, device: str) -> bool:
+    """Return whether a group's tensors on a device type go by messages, see :class:`ds_zipccl.comm.engine.Engine`."""
+    return state.backend(device) in TRANSPORTS
+
+
+def passes_now(request: Request) -> None:
+    """Let no call pass. Raises CommError as :func:`refuse_capture`."""
+    refuse_capture(request.op, request.tensor.device)
+
+
+def refuse_capture(op: str, device: torch.device) -> None:
+    """Raise CommError if the current stream of ``device`` records a graph: a replay would not send. The plain collective of a backend that
+    takes host memory fails in a capture too."""
+    if devices.is_capturing(device):
+        raise CommError(
+            f"{op}: got a call while a graph of {device} is captured, wanted a call outside of captures: on this group frames go through "
+            f"host memory, and a graph cannot hold them; call before or after the capture, or pass a group whose backend is NCCL"
+        )
 
 
 def open_context(request: Request, decision: Decision) -> OpContext:
