@@ -23,7 +23,7 @@ from ds_zipccl.benchmarks.comm.variants import VARIANTS, Variant
 from ds_zipccl.benchmarks.exponents import differing, words
 from ds_zipccl.benchmarks.links import link, namespaces
 from ds_zipccl.benchmarks.links.backends import BACKENDS, Backend
-from ds_zipccl.comm.host import calibration
+from ds_zipccl.comm.engine import calibration
 from ds_zipccl.config import ZipcclConfig
 from ds_zipccl.policy import tuner_rules
 from ds_zipccl.telemetry import counters

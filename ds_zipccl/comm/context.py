@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -12,8 +13,7 @@ import torch.distributed as dist
 from ds_zipccl import kernels
 from ds_zipccl.comm import topology
 from ds_zipccl.comm.group_state import group_state
-from ds_zipccl.comm.host import staging
-from ds_zipccl.comm.host.repeats.memory import Repeats
+from ds_zipccl.comm.transport import staging
 from ds_zipccl.comm.transport.protocol import TAGS_PER_COLLECTIVE
 from ds_zipccl.comm.work import CommError
 from ds_zipccl.config import ZipcclConfig
@@ -96,7 +96,7 @@ class OpContext(Call):
         state = self.state
         self.codec, self.device, self.with_base, self.nodes = codec, device.type, with_base, nodes
         self.lossy = lossy
-        self.repeats: Repeats | None = None
+        self.repeats: Any = None  # of :class:`.host.repeats.memory.Repeats`, above this module
         self.peers = [(self.rank - step) % self.size for step in range(1, self.size)]
         self.transport = state.transport(self.device, group)
         self.staging = staging.staging(device, config.route, self.transport.capabilities.host_only)

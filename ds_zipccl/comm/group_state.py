@@ -225,6 +225,6 @@ def link_profile(state: GroupState, device: str) -> LinkProfile | None:
 
 def device_profile(device: str) -> DeviceProfile | None:
     """Return the measured profile of the default group for tensors on ``device`` in stream order, equal on all ranks; None without a
-    measurement, see :func:`ds_zipccl.comm.device.choice.settle`."""
+    measurement, see :func:`.device.choice.settle`."""
     world = group_state(None)
     return world.device_profiles.get((device, world.backend(device))) if world else None

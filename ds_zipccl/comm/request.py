@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -20,10 +20,6 @@ from ds_zipccl.lossy import LossyCodec
 from ds_zipccl.ops import OPS
 from ds_zipccl.policy import admission, repeat_rules
 from ds_zipccl.telemetry import counters
-
-if TYPE_CHECKING:
-    from ds_zipccl.comm.device.context import DeviceContext
-    from ds_zipccl.comm.device.gather import Shard
 
 
 class TensorKind(NamedTuple):
@@ -40,7 +36,8 @@ class TensorKind(NamedTuple):
 
 
 class Base(Protocol):
-    """The memory of an earlier gather, which ranks may hold. ``places`` are the output's shards, flat, one for each rank."""
+    """The memory of an earlier gather, which ranks may hold. ``places`` are the output's shards, flat, one for each rank. On groups in the
+    order of streams shards go in full, but where the base is :data:`ds_zipccl.comm.IN_PLACE`."""
 
     def begin(self, ctx: OpContext, places: Sequence[torch.Tensor], buffers: PooledBuffers) -> torch.Tensor | None:
         """Copy the shards of other ranks, as far as this rank holds them, to their places. Return the own shard of the last gather, flat,
@@ -54,10 +51,6 @@ class Base(Protocol):
 
     def abandon(self, ctx: OpContext) -> None:
         """Drop the base after a failed gather of this rank; does not block."""
-        ...
-
-    def enqueue(self, ctx: DeviceContext, shard: Shard) -> None:
-        """Put a gather on the streams of a device whose frames stay there; the host waits at most for an agreement."""
         ...
 
     def token(self) -> Hashable:
@@ -109,7 +102,7 @@ class Request:
         nodes: the ranks of each node if the operation is a sum in two levels, see :mod:`ds_zipccl.comm.reduction_order`.
         plain_sums: the sum is the plain collective's own, so that the call passes.
         based: ranks may hold an earlier result. ``token`` tells that result from others, equally on all ranks; None where no value does.
-        again: the call may repeat messages of a forward pass, see :mod:`ds_zipccl.comm.host.repeats.memory`.
+        again: the call may repeat messages of a forward pass, see :mod:`.host.repeats.memory`.
     What an operation has beside its tensors:
         reduction: of a sum. base: the memory of an earlier gather. agreed: the parameters of a gather, whose frames have agreed sizes.
         segments: of an all-to-all. owned: the slices of a sum and their owners. root: the group rank that is the source of a broadcast, or
@@ -144,7 +137,7 @@ class Request:
     lossy: LossyCodec | None = None
     reduction: Reduction = _NO_SUM
     base: Base | None = None
-    agreed: Sequence[Any] = ()  # of :class:`ds_zipccl.comm.bases.agreed.Agreed`, above this module
+    agreed: Sequence[Any] = ()  # of :class:`.device.bases.agreed.Agreed`, above this module
     segments: Segments = _NO_SEGMENTS
     owned: Owned = _NO_OWNERS
     root: int = 0

@@ -29,7 +29,7 @@ from ds_zipccl.integration.hook_points import HookPoint
 from ds_zipccl.integration.job import BYPASSED, Bypass, Job, overriding_section
 from ds_zipccl.integration.lossy import calls as lossy_calls
 from ds_zipccl.integration.lossy.powersgd import PowerSum
-from ds_zipccl.integration.zero import buckets, gathers, versions
+from ds_zipccl.integration.zero import buckets, gathers
 from ds_zipccl.ops import OPS
 from ds_zipccl.policy import admission
 from ds_zipccl.policy.admission import PassReason
@@ -181,10 +181,10 @@ def gather_parameters(job: Job, output: torch.Tensor, group: Any) -> dict[str, A
     if job.stepping in (1, 2):
         return {"base": comm.IN_PLACE}
     params = gathers.take_parameters(output, group)
-    parts = versions.parts_of(params, output.dtype)
+    parts = gathers.parts_of(params, output.dtype)
     if parts and not tensors.is_traced(type(output)):
         return {"parts": parts}
-    return {"base": gathers.base_of(params, output.dtype), "agreed": versions.agreed_of(params)}
+    return {"base": gathers.base_of(params, output.dtype), "agreed": gathers.agreed_of(params)}
 
 
 def slice_owners(job: Job, tensor: torch.Tensor, op: Any, group: Any, async_op: bool, *, role: str) -> Owners | None:

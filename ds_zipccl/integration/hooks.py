@@ -133,11 +133,7 @@ def _configure_zero(original: Callable[..., Any], engine: Any, *args: Any, **kwa
     versions.begin(optimizer, engine.module.named_parameters(), config, engine.device)
     if config.zero3_base != "off" and not hook_points.lacking("bases"):
         engine.ds_zipccl_bases, said = gathers.allocate_bases(
-            engine.module.parameters(),
-            config,
-            engine.device,
-            versions.agreed_of,
-            trains=type(optimizer).__name__ != _WITHOUT_STEPS,
+            engine.module.parameters(), config, engine.device, trains=type(optimizer).__name__ != _WITHOUT_STEPS
         )
         if said and torch.distributed.get_rank() == 0:
             print(f"[ds_zipccl] zero3_base {config.zero3_base}: {said}", flush=True)
@@ -326,7 +322,7 @@ hook_points.declare(
     _of_versions(
         _PARTITION,
         "Init._partition",
-        around=versions.partition,
+        around=gathers.partition,
         first=("self", "param_list", "force", "has_been_updated"),
     ),
     _of_versions(_PARTITION, "GatheredParameters.__enter__", around=versions.enter_gathered),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from types import SimpleNamespace
@@ -155,8 +156,7 @@ def replaced(rank: int, ranks: int) -> None:
         trainer.wholes[0] = trainer.wholes[0].clone()
         assert trainer.gather(0) == {FULL: 1}
     assert trainer.gather(0) == {"": 1}
-    (sent,) = in_place.IN_PLACE._sent.values()
-    assert len(sent) == 1
+    assert len(group_state(None).of(in_place.Sent)) == 1
 
 
 def trusting() -> None:
@@ -186,8 +186,9 @@ def after_an_error(rank: int, ranks: int, kind: str) -> None:
 # ---- without ranks -----------------------------------------------------------------------------------------------------
 
 
-class Group:
-    """Stands for one."""
+def link_of_a_group() -> Any:
+    """Stands for the context of an operation, with the state of a new group."""
+    return SimpleNamespace(state=SimpleNamespace(of=functools.cache(lambda kind: kind())), rank=1)
 
 
 def remembered(base: in_place.InPlaceBase, link: Any, *outputs: torch.Tensor) -> list[bool]:
@@ -210,7 +211,7 @@ def base(monkeypatch: pytest.MonkeyPatch) -> in_place.InPlaceBase:
 
 def test_what_is_remembered_of_each_place(base: in_place.InPlaceBase) -> None:
     """Several outputs at a time, side by side too; what is written over another is all that is known of that memory."""
-    link = SimpleNamespace(group=Group(), rank=1)
+    link = link_of_a_group()
     memory, elsewhere = torch.arange(400.0).bfloat16(), torch.zeros(100).bfloat16()
     first, second, third = memory[:100], memory[100:200], memory[200:]
     across = memory[50:150]
@@ -220,10 +221,13 @@ def test_what_is_remembered_of_each_place(base: in_place.InPlaceBase) -> None:
         base.end(link, output.chunk(2), None)
     assert remembered(base, link, *outputs, *outputs) == [True] * 8, "begin takes it out, end puts it back"
     assert remembered(base, link, first.view(torch.float16), memory[:50], memory[1:101], across) == [False] * 4
-    assert remembered(base, SimpleNamespace(group=Group(), rank=1), first) == [False], "another group's"
+    assert remembered(base, link_of_a_group(), first) == [False], "another group's"
     base.end(link, across.chunk(2), None)
     assert remembered(base, link, *outputs, across) == [False, False, True, True, True]
-    assert base._nbytes() == across.nbytes // 2 + elsewhere.nbytes // 2 + third.nbytes // 2
+    assert (
+        sum(one.shard.nbytes for one in link.state.of(in_place.Sent).prune().values())
+        == across.nbytes // 2 + elsewhere.nbytes // 2 + third.nbytes // 2
+    )
 
 
 def test_the_table_says_it() -> None:

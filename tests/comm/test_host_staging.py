@@ -19,8 +19,8 @@ from moves import CODED, wait
 from operations import arguments
 
 from ds_zipccl import comm, kernels
-from ds_zipccl.comm.host import staging
-from ds_zipccl.comm.host.staging import HostStaging
+from ds_zipccl.comm.transport import staging
+from ds_zipccl.comm.transport.staging import HostStaging
 from ds_zipccl.comm.work import CommError
 from ds_zipccl.telemetry import counters
 

@@ -24,10 +24,10 @@ from ds_zipccl.comm import execution
 from ds_zipccl.comm.buffer_pool import POOL, PooledBuffers
 from ds_zipccl.comm.group_state import group_state
 from ds_zipccl.comm.host import engine
-from ds_zipccl.comm.host import staging as host_staging
-from ds_zipccl.comm.host.staging import HostStaging, SideStream
 from ds_zipccl.comm.request import Request
+from ds_zipccl.comm.transport import staging as host_staging
 from ds_zipccl.comm.transport.protocol import TAGS_PER_COLLECTIVE
+from ds_zipccl.comm.transport.staging import HostStaging, SideStream
 from ds_zipccl.comm.work import CommError
 from ds_zipccl.config import ZipcclConfig
 from ds_zipccl.frame import FrameError

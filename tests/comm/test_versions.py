@@ -26,8 +26,8 @@ from test_bases import Trainer
 from ds_zipccl import comm
 from ds_zipccl.codecs import decompress
 from ds_zipccl.comm import topology
-from ds_zipccl.comm.bases import host_memory, shared, versions
-from ds_zipccl.comm.host import frames
+from ds_zipccl.comm.bases import host_memory, shared
+from ds_zipccl.comm.host import frames, versions
 
 
 @runner.together(2, "host", True)

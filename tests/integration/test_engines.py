@@ -17,8 +17,7 @@ import torch
 import torch.distributed as dist
 from engines import DIFFERENCE, FIRST, OTHER, ZERO3, Lab, Model, Trained, bits, rank_program, train_each
 
-from ds_zipccl.comm.bases import versions
-from ds_zipccl.comm.host import gather
+from ds_zipccl.comm.host import gather, versions
 from ds_zipccl.integration.zero import gathers
 from ds_zipccl.telemetry import counters
 

@@ -27,8 +27,8 @@ from programs import launch, plain_and_coded
 from torch import nn
 
 from ds_zipccl.comm import CommError
-from ds_zipccl.comm.bases import proof
-from ds_zipccl.integration.zero import versions
+from ds_zipccl.comm.device.bases import proof
+from ds_zipccl.integration.zero import gathers
 from ds_zipccl.policy.admission import PassReason
 
 SECTION = {
@@ -68,7 +68,7 @@ def autocast(lab: Lab) -> None:
     """Shards of 32 bits, gathered in 16."""
     options = {"bf16": {"enabled": False}, "torch_autocast": {"enabled": True, "dtype": "bfloat16"}}
     engine = start(lab, **options)
-    assert all(one.dtype is torch.bfloat16 for one in versions.agreed_of([engine.module.head.weight]))
+    assert all(one.dtype is torch.bfloat16 for one in gathers.agreed_of([engine.module.head.weight]))
     lab.train_phase(engine, 3, "3 steps", {})
 
 
@@ -195,7 +195,7 @@ def planted(engine: Any) -> None:
 
     weight = engine.module.layers[1].weight
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(versions, "forget", lambda params: None)
+        patch.setattr(gathers, "forget", lambda params: None)
         with deepspeed.zero.GatheredParameters([weight], modifier_rank=0):
             weight.data.copy_(noise(weight.data, 7))
 

@@ -16,9 +16,9 @@ from programs import launch, plain_and_coded, reference
 from tiers import mostly_full
 
 from ds_zipccl.comm import CommError, topology
-from ds_zipccl.comm.bases import versions
 from ds_zipccl.comm.buffer_pool import PooledBuffers
 from ds_zipccl.comm.host import gather as host_gather
+from ds_zipccl.comm.host import versions
 from ds_zipccl.integration.zero import gathers
 from ds_zipccl.telemetry import counters
 

@@ -15,6 +15,7 @@ from torch import nn
 from ds_zipccl import comm
 from ds_zipccl.comm import Keeper
 from ds_zipccl.comm.bases.shared import BaseSlot
+from ds_zipccl.comm.bases.state import Way
 from ds_zipccl.config import ZipcclConfig
 from ds_zipccl.integration import hook_points, hooks  # noqa: F401  the table of points
 from ds_zipccl.integration.zero import gathers
@@ -23,6 +24,8 @@ from ds_zipccl.integration.zero import versions as zero_versions
 ON = ZipcclConfig(enabled=True, nccl="on")
 GPU = torch.device("cuda")
 WORLD, EXPERTS, PLAIN, ALONE = ("a group of 4", "a group of 2", "a group of gloo", "a group of one")
+#: Way of a parameter with a base -> what its next gather does.
+AFTER = {Way.COPY: "copy", Way.DELTA: "agree", Way.FULL: "send"}
 RANKS = {WORLD: 4, EXPERTS: 2, PLAIN: 4, ALONE: 1}
 
 
@@ -35,7 +38,7 @@ class DeepSpeedZeroOptimizer_Stage3:
 
     def step(self) -> str:
         trained = [vars(param) for param in self.fp16_groups[0] if param.ds_process_group != PLAIN]
-        self.asked.append([param["ds_zipccl_agreed"].version for param in trained])
+        self.asked.append([param["ds_zipccl_state"].version for param in trained])
         return "stepped"
 
     def load_state_dict(self, state: Any, strict: bool = True) -> tuple[Any, bool]:
@@ -135,7 +138,7 @@ def begin(optimizer: Any, *params: Any, config: ZipcclConfig = ON) -> None:
 
 
 def live(one: Any) -> bool:
-    return one.ds_zipccl_agreed._kind is not None
+    return one.ds_zipccl_state._kind is not None
 
 
 def test_all_parameters_whose_shards_are_at_hand_agree_at_once(ranks: Ranks) -> None:
@@ -150,11 +153,11 @@ def test_all_parameters_whose_shards_are_at_hand_agree_at_once(ranks: Ranks) -> 
     named = [second, expert, *later.values(), first, *others[:2]]
     begin(DeepSpeedZeroOptimizer_Stage3(), *named)
     assert ranks.agreed == [(WORLD, ["p1", "p2"]), (EXPERTS, ["p0"])]
-    assert [zero_versions.agreed_of([one])[0].name for one in later.values()] == ["p10", "p11", "p13"]
-    assert all(zero_versions.agreed_of([one]) == () for one in others)
-    assert zero_versions.agreed_of([first, others[0]]) == (), "all or none"
-    assert zero_versions.agreed_of([first])[0].dtype is torch.bfloat16
-    assert [one.numel for one in zero_versions.agreed_of([first, second])] == [8, 8]
+    assert [gathers.agreed_of([one])[0].name for one in later.values()] == ["p10", "p11", "p13"]
+    assert all(gathers.agreed_of([one]) == () for one in others)
+    assert gathers.agreed_of([first, others[0]]) == (), "all or none"
+    assert gathers.agreed_of([first])[0].dtype is torch.bfloat16
+    assert [one.numel for one in gathers.agreed_of([first, second])] == [8, 8]
 
 
 @pytest.mark.parametrize("kind", [DeepSpeedZeroOptimizer_Stage3, SuperOffloadOptimizer_Stage3])
@@ -165,10 +168,10 @@ def test_a_step_ends_the_versions_of_what_it_trains(ranks: Ranks, kind: type[Dee
     ranks.agreed.clear()
     during: list[bool] = []
     optimizer.asked = SimpleNamespace(append=lambda versions: during.append(live(trained)))  # type: ignore[assignment]
-    version = frozen.ds_zipccl_agreed.version
+    version = frozen.ds_zipccl_state.version
     assert optimizer.step() == "stepped"
     assert during == [False] and ranks.checked == [WORLD] and ranks.agreed == [(WORLD, ["p1"])]
-    assert frozen.ds_zipccl_agreed.version == version
+    assert frozen.ds_zipccl_state.version == version
 
 
 def test_a_refused_frame_stops_the_step(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -196,7 +199,7 @@ def test_changes_end_versions(ranks: Ranks) -> None:
         change()
         found = [one.ds_id for one in (first, second) if not live(one)]
         for one in (first, second):
-            one.ds_zipccl_agreed._agreed("a kind", [100])
+            one.ds_zipccl_state._agreed("a kind", [100])
         return found
 
     assert ended(lambda: Init()._partition([first, second], has_been_updated=True)) == [1, 2]
@@ -210,7 +213,7 @@ def test_changes_end_versions(ranks: Ranks) -> None:
     assert ended(lambda: optimizer.load_state_dict("state", strict=False)) == [], "they have agreed anew"
     assert ranks.agreed[-1] == (WORLD, ["p1", "p2"])
     Init()._convert_to_deepspeed_param(first)
-    assert zero_versions.agreed_of([first]) == ()
+    assert gathers.agreed_of([first]) == ()
 
 
 def test_gathered_parameters_are_checked_before_a_program_reads_them(ranks: Ranks) -> None:
@@ -227,8 +230,8 @@ def test_nothing_happens(ranks: Ranks, why: str) -> None:
     one = param(1, PLAIN if why.startswith("no") else WORLD)
     optimizer = Background(one) if why == "in the background" else DeepSpeedZeroOptimizer_Stage3(one)
     begin(optimizer, one, config=replace(ON, nccl="off") if why == "off" else ON)
-    assert zero_versions.agreed_of([one]) == () and not ranks.agreed
-    one.ds_zipccl_agreed = SimpleNamespace(version=3, forget=lambda: pytest.fail("no version to end"))
+    assert gathers.agreed_of([one]) == () and not ranks.agreed
+    one.ds_zipccl_state = SimpleNamespace(version=3, forget=lambda: pytest.fail("no version to end"))
     assert Background(one).step() == optimizer.step() == "stepped" and not ranks.checked
 
 
@@ -251,8 +254,8 @@ def starts(optimizer: Any, params: Any) -> None:
         assert not hasattr(one, "ds_zipccl_base"), "an earlier engine's"
         if hasattr(one, "slot"):
             one.ds_zipccl_base = one.slot
-        if hasattr(one, "ds_zipccl_kept"):
-            one.ds_zipccl_kept.settle()
+        if hasattr(one, "ds_zipccl_state"):
+            one.ds_zipccl_state.prove()
 
 
 def test_parameters_with_bases_are_parts_of_gathers(ranks: Ranks, kept: list[Any]) -> None:
@@ -261,12 +264,12 @@ def test_parameters_with_bases_are_parts_of_gathers(ranks: Ranks, kept: list[Any
     optimizer = DeepSpeedZeroOptimizer_Stage3()
     starts(optimizer, [*kept, on_disk])
     first, _, third = kept
-    assert zero_versions.parts_of(kept, torch.bfloat16) == [*((8, one.ds_zipccl_kept) for one in kept[:2]), (8, None)]
-    assert zero_versions.parts_of(kept, torch.float32) == zero_versions.parts_of([third, on_disk], torch.bfloat16) == ()
+    assert gathers.parts_of(kept, torch.bfloat16) == [*((8, one.ds_zipccl_state) for one in kept[:2]), (8, None)]
+    assert gathers.parts_of(kept, torch.float32) == gathers.parts_of([third, on_disk], torch.bfloat16) == ()
     first.ds_tensor.ds_numel = 9
-    assert zero_versions.parts_of([first], torch.bfloat16) == ()
+    assert gathers.parts_of([first], torch.bfloat16) == ()
     zero_versions.end(optimizer)
-    assert zero_versions.parts_of(kept, torch.bfloat16) == () and not hasattr(optimizer, "ds_zipccl_versions")
+    assert gathers.parts_of(kept, torch.bfloat16) == () and not hasattr(optimizer, "ds_zipccl_versions")
     zero_versions.end(optimizer), zero_versions.end(None)
 
 
@@ -274,13 +277,13 @@ def test_events_end_versions_of_bases(ranks: Ranks, kept: list[Any]) -> None:
     trained, frozen, _ = kept
     optimizer = DeepSpeedZeroOptimizer_Stage3(trained)
     starts(optimizer, kept)
-    one, two = trained.ds_zipccl_kept, frozen.ds_zipccl_kept
+    one, two = trained.ds_zipccl_state, frozen.ds_zipccl_state
 
     def after(event: Callable[[], Any]) -> list[str]:
         """What a gather of either parameter does."""
-        one.settle(), two.settle()
+        one.prove(), two.prove()
         event()
-        return ["copy" if each.settled else "agree" if each.filled else "send" for each in (one, two)]
+        return [AFTER[each.way] for each in (one, two)]
 
     assert after(optimizer.step) == ["send", "agree"] and ranks.checked == [["p0", "p1", "p2"]]
     assert after(lambda: optimizer.load_state_dict("state")) == ["send", "send"]
@@ -313,12 +316,12 @@ def test_passes_of_evaluation_agree_and_others_do_not(ranks: Ranks, kept: list[A
     optimizer, offload = DeepSpeedZeroOptimizer_Stage3(), DeepSpeedZeRoOffload()
     optimizer.parameter_offload = offload  # type: ignore[attr-defined]
     starts(optimizer, kept)
-    one = kept[0].ds_zipccl_kept
+    one = kept[0].ds_zipccl_state
 
     def gather() -> str:
         found = ""
-        if zero_versions.parts_of(kept, torch.bfloat16):
-            found, _ = ("copy" if one.settled else "agree"), one.settle()
+        if gathers.parts_of(kept, torch.bfloat16):
+            found, _ = AFTER[one.way], one.prove()
         return found
 
     inner = Block(offload, gather)
@@ -330,9 +333,9 @@ def test_passes_of_evaluation_agree_and_others_do_not(ranks: Ranks, kept: list[A
         with torch.no_grad():
             return [module(**call), *inner.said[-2:]]
 
-    assert [model(), model()] == ["agree", "copy"], "nothing was settled by a pass before"
+    assert [model(), model()] == ["agree", "copy"], "nothing was proven by a pass before"
     optimizer.step()
-    one.settle()
+    one.prove()
     assert gather() == "copy" and one.keeper.steps is False
     assert [model(), model()] == ["agree", "copy"] and one.keeper.steps
     assert evaluation() == evaluation() == ["agree", "copy", "copy"] and not one.keeper.steps
@@ -365,23 +368,23 @@ def test_passes_of_evaluation_agree_and_others_do_not(ranks: Ranks, kept: list[A
 def test_a_save_agrees_once(ranks: Ranks, kept: list[Any]) -> None:
     optimizer = DeepSpeedZeroOptimizer_Stage3()
     starts(optimizer, kept)
-    one, two = (param.ds_zipccl_kept for param in kept[:2])
+    one, two = (param.ds_zipccl_state for param in kept[:2])
     with zero_versions.saving(optimizer), zero_versions.saving(None):
-        assert one.filled and two.filled
-        one.settle(), two.settle()
+        assert one.way is two.way is Way.DELTA
+        one.prove(), two.prove()
         GatheredParameters(kept).__enter__()
-        assert one.settled and two.settled
+        assert one.way is two.way is Way.COPY
     GatheredParameters(kept).__enter__()
-    assert one.filled and two.filled
+    assert one.way is two.way is Way.DELTA
 
 
 def test_a_later_engine_of_a_module_begins_anew(ranks: Ranks, kept: list[Any]) -> None:
     """The end of an earlier engine changes nothing then."""
     first, second = DeepSpeedZeroOptimizer_Stage3(), DeepSpeedZeroOptimizer_Stage3()
     starts(first, kept)
-    before = kept[0].ds_zipccl_kept
+    before = kept[0].ds_zipccl_state
     starts(second, kept)
     zero_versions.end(first)
-    assert kept[0].ds_zipccl_kept is not before and kept[0].ds_zipccl_kept.settled
+    assert kept[0].ds_zipccl_state is not before and kept[0].ds_zipccl_state.way is Way.COPY
     Init()._convert_to_deepspeed_param(kept[0])
-    assert zero_versions.parts_of(kept[:1], torch.bfloat16) == ()
+    assert gathers.parts_of(kept[:1], torch.bfloat16) == ()

@@ -16,7 +16,7 @@ from sim.scheduler import Fault
 
 from ds_zipccl import comm
 from ds_zipccl.comm import Agreed
-from ds_zipccl.comm.bases import agreed as agreements
+from ds_zipccl.comm.device.bases import agreed as agreements
 from ds_zipccl.comm.transport.nccl import NcclTransport
 from ds_zipccl.config import ZipcclConfig
 from ds_zipccl.kernels.cuda.backend import CudaBackend

@@ -14,7 +14,8 @@ from sim.device import mine
 
 from ds_zipccl import comm
 from ds_zipccl.comm import topology
-from ds_zipccl.comm.bases import agreed, proof
+from ds_zipccl.comm.bases.state import Way
+from ds_zipccl.comm.device.bases import agreed, proof
 from ds_zipccl.comm.device.streams import Streams
 from ds_zipccl.kernels.cuda.backend import CudaBackend
 from ds_zipccl.telemetry import counters
@@ -225,7 +226,13 @@ def _nothing_kept(patch: pytest.MonkeyPatch) -> None:
 
 def _stale_version(patch: pytest.MonkeyPatch) -> None:
     """The base counts as the words of every version."""
-    patch.setattr(agreed.Agreed, "way", lambda self: agreed.Way.COPY if self.kept else agreed.Way.FULL)
+    begin = agreed.Agreed._agreed
+
+    def stale(self: agreed.Agreed, *sizes: Any) -> None:
+        begin(self, *sizes)
+        self.way = Way.COPY if self.filled else Way.FULL
+
+    patch.setattr(agreed.Agreed, "_agreed", stale)
 
 
 def _nobody_looks(patch: pytest.MonkeyPatch) -> None:

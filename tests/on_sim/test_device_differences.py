@@ -9,10 +9,11 @@ import corpus
 import moves
 import pytest
 import torch
-import torch.distributed as dist
 
 from ds_zipccl import comm
-from ds_zipccl.comm.bases import in_place, on_device
+from ds_zipccl.comm.bases.in_place import InPlaceBase, Sent
+from ds_zipccl.comm.device.bases import in_place
+from ds_zipccl.comm.group_state import group_state
 from ds_zipccl.kernels.cuda.backend import CudaBackend
 from ds_zipccl.telemetry import counters
 from on_sim import world
@@ -125,7 +126,7 @@ def renewed(rank: int, ranks: int) -> None:
     part = trainer.whole[: ranks * (SHARD - 9)]
     wanted = torch.full((SHARD - 9,), float(rank)).bfloat16().to(f"cuda:{rank}")
     trainer.api.all_gather_into_tensor(part, wanted, None, False, base=comm.IN_PLACE, role="zero_param")
-    spans = [one.span for one in in_place.IN_PLACE._sent[dist.group.WORLD].values()]
+    spans = [one.span for one in group_state(None).of(Sent).values()]
     assert sum(trainer.whole.data_ptr() in span for span in spans) == 1, "one copy for a place"
     trainer.gather()
 
@@ -142,8 +143,8 @@ def test_what_ranks_hold(route: CudaBackend, program: Callable[..., Any], reason
 
 def test_copies_go_with_the_output(route: CudaBackend) -> None:
     def kept(address: int) -> bool:
-        in_place.IN_PLACE._nbytes()  # drops copies whose output is gone
-        return any(address in one.span for one in in_place.IN_PLACE._sent[dist.group.WORLD].values())
+        comm.IN_PLACE._nbytes()  # drops copies whose output is gone
+        return any(address in one.span for one in group_state(None).of(Sent).values())
 
     def program(rank: int, ranks: int) -> None:
         Trainer(rank, ranks).gather()  # torch keeps the arguments of the first call that makes an operation known
@@ -161,7 +162,7 @@ def test_copies_go_with_the_output(route: CudaBackend) -> None:
 
 
 def _no_proof(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(on_device, "holds", lambda words: True)
+    patch.setattr(in_place, "holds", lambda words: True)
 
 
 def _equal_hashes(patch: pytest.MonkeyPatch) -> None:
@@ -170,9 +171,9 @@ def _equal_hashes(patch: pytest.MonkeyPatch) -> None:
 
 def _own_region(patch: pytest.MonkeyPatch) -> None:
     """The base is the own shard in the output, which has its new words already."""
-    begin = in_place.InPlaceBase.begin
+    begin = InPlaceBase.begin
     patch.setattr(
-        in_place.InPlaceBase,
+        InPlaceBase,
         "begin",
         lambda self, ctx, places, *more: None if begin(self, ctx, places, *more) is None else places[ctx.rank],
     )

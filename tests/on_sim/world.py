@@ -15,7 +15,7 @@ from sim.world import ALL_MODES, Machine, Modes, Outcome, replacing
 
 from ds_zipccl import devices, kernels, tensors
 from ds_zipccl.comm.device import streams
-from ds_zipccl.comm.host import staging
+from ds_zipccl.comm.transport import staging
 from ds_zipccl.kernels import KernelBackend
 from ds_zipccl.kernels.cuda import launches
 from ds_zipccl.telemetry import counters

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from ds_zipccl import comm
 from ds_zipccl.codecs import decompress
 from ds_zipccl.comm import Keeper, Kept, Part
-from ds_zipccl.comm.bases import versions
+from ds_zipccl.comm.host import versions
 from ds_zipccl.config import ZipcclConfig
 from ds_zipccl.telemetry import counters
 

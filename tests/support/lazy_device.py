@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from ds_zipccl import devices, kernels, tensors
-from ds_zipccl.comm.host import staging
+from ds_zipccl.comm.transport import staging
 from ds_zipccl.kernels.cuda.backend import Launcher
 
 POISON = 0xA5

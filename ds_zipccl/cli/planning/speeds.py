@@ -119,8 +119,7 @@ def measured_differences() -> tuple[float, float]:
 
 def measured_copies() -> tuple[float, float]:
     """Bytes a second that one thread of this machine copies out of a base into new memory, and compares with it; takes about 0.1 s."""
-    from ds_zipccl.comm.bases.versions import same_words
-    from ds_zipccl.comm.engine import calibration
+    from ds_zipccl.comm.engine import calibration, same_words
 
     base, _ = _step(2 * _NUMEL, "bfloat16")
     copy, compare = calibration.copy_seconds(base, same_words)

@@ -1,1 +1,1 @@
-"""Gathers as differences against a base that receivers hold."""
+"""Bases of gathers: their memory, and the state of the parameters that have them."""

@@ -5,29 +5,33 @@ from __future__ import annotations
 import threading
 from collections.abc import Hashable, Sequence
 from typing import NamedTuple
-from weakref import WeakKeyDictionary
 
 import torch
-import torch.distributed as dist
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from ds_zipccl.comm.bases import on_device
 from ds_zipccl.comm.buffer_pool import PooledBuffers
-from ds_zipccl.comm.context import Call, OpContext
-from ds_zipccl.comm.device.context import DeviceContext
-from ds_zipccl.comm.device.gather import Shard
-from ds_zipccl.comm.device.streams import Stage
+from ds_zipccl.comm.context import Call
+from ds_zipccl.comm.group_state import of_all_groups
 from ds_zipccl.telemetry import counters
 
+#: Address, elements and dtype of a shard: equal for repeated gathers into one output.
+_Key = tuple[int, int, torch.dtype]
 
-class _Sent(NamedTuple):
+
+class _Copy(NamedTuple):
     shard: torch.Tensor
     home: StorageWeakRef  # the memory of the output
     span: range  # the output's addresses
 
 
-#: Address, elements and dtype of a shard: equal for repeated gathers into one output.
-_Key = tuple[int, int, torch.dtype]
+class Sent(dict[_Key, _Copy]):
+    """The copies of the shards that a rank has sent in one group."""
+
+    def prune(self) -> Sent:
+        """Drop the copies whose output is gone; return the rest."""
+        for key in [key for key, one in self.items() if one.home.expired()]:
+            del self[key]
+        return self
 
 
 class InPlaceBase:
@@ -37,20 +41,12 @@ class InPlaceBase:
     """
 
     def __init__(self) -> None:
-        self._sent: WeakKeyDictionary[dist.ProcessGroup, dict[_Key, _Sent]] = WeakKeyDictionary()
         self._lock = threading.Lock()
         counters.count_memory("copies of the shards sent", self._nbytes)
 
     def _nbytes(self) -> int:
         with self._lock:
-            self._prune()
-            return sum(one.shard.nbytes for sent in self._sent.values() for one in sent.values())
-
-    def _prune(self) -> None:
-        """Drop copies whose output is gone."""
-        for sent in self._sent.values():
-            for key in [key for key, one in sent.items() if one.home.expired()]:
-                del sent[key]
+            return sum(one.shard.nbytes for sent in of_all_groups(Sent) for one in sent.prune().values())
 
     def begin(
         self, ctx: Call, places: Sequence[torch.Tensor], buffers: PooledBuffers | None = None
@@ -58,8 +54,10 @@ class InPlaceBase:
         """See :class:`.request.Base`. The copy is not kept here until the gather has succeeded, because after an error the contents
         of the peers are unknown."""
         with self._lock:
-            self._prune()
-            last = self._sent.setdefault(ctx.group, {}).pop(_key(places), None)
+            sent = ctx.state.of(Sent)
+            for one in (sent, *of_all_groups(Sent)):
+                one.prune()
+            last = sent.pop(_key(places), None)
         return None if last is None else last.shard
 
     def end(self, ctx: Call, places: Sequence[torch.Tensor], last: torch.Tensor | None) -> None:
@@ -68,24 +66,14 @@ class InPlaceBase:
         shard = own.clone() if last is None else last.copy_(own)
         span = range(places[0].data_ptr(), places[-1].data_ptr() + places[-1].nbytes)
         with self._lock:
-            sent = self._sent.setdefault(ctx.group, {})
+            sent = ctx.state.of(Sent)
             # earlier gathers into the same addresses, also those of other sizes, are overwritten
             for key in [key for key, one in sent.items() if one.span.start < span.stop and span.start < one.span.stop]:
                 del sent[key]
-            sent[_key(places)] = _Sent(shard, StorageWeakRef(own.untyped_storage()), span)
+            sent[_key(places)] = _Copy(shard, StorageWeakRef(own.untyped_storage()), span)
 
-    def abandon(self, ctx: OpContext) -> None:
+    def abandon(self, ctx: Call) -> None:
         """See :class:`.request.Base`."""
-
-    def enqueue(self, ctx: DeviceContext, shard: Shard) -> None:
-        """See :class:`.request.Base`. The copy of the own shard is memory of the device, written on the decoding stream. After an
-        agreement that raised there is no copy."""
-        places = shard.whole.split(shard.own.numel())
-        last = self.begin(ctx, places)
-        reason = on_device.gather(ctx, shard, last)
-        with ctx.streams.on(Stage.DECODE):
-            self.end(ctx, places, last)
-        counters.record_difference(ctx.role, ctx.op, reason)
 
     def token(self) -> Hashable:
         """See :class:`.request.Base`. Return None: addresses differ from rank to rank."""

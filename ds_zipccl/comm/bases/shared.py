@@ -1,14 +1,14 @@
-"""A base for gathers into new memory, such as ZeRO-3's: a copy of the gathered tensor, for each rank or for all ranks of a node."""
+"""The memory of bases for gathers into new memory, such as ZeRO-3's: a copy of the gathered tensor, for each rank or for all ranks of a
+node."""
 
 from __future__ import annotations
 
 import itertools
 import mmap
 import os
-from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -17,20 +17,12 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from ds_zipccl import devices, tensors
 from ds_zipccl.comm import topology
 from ds_zipccl.comm.bases import host_memory
-from ds_zipccl.comm.buffer_pool import PooledBuffers
-from ds_zipccl.comm.context import OpContext
-from ds_zipccl.comm.device import gather as device_gather
-from ds_zipccl.comm.device.context import DeviceContext
-from ds_zipccl.comm.device.gather import Shard
 from ds_zipccl.comm.group_state import group_state
-from ds_zipccl.comm.host.pipeline import Exchange, abandon, open_exchange
 from ds_zipccl.comm.work import CommError
 from ds_zipccl.telemetry import counters
 
 #: Shards begin at multiples of this many bytes (seed: a cache line).
 ALIGNMENT = 64
-#: The exchange after those of the gather itself.
-_DONE = 3
 
 #: The memory in use that :func:`allocate_bases` has allocated, with its bytes and the number of ranks that share it.
 _pools: list[tuple[StorageWeakRef, int, int]] = []
@@ -64,92 +56,11 @@ class BaseSlot:
     version: int = 0
 
 
-class SharedBase:
-    """A :class:`ds_zipccl.comm.Base` for one gather of several tensors laid end to end. Each tensor has its own :class:`BaseSlot`.
+class _Serials:
+    """The numbers of a group's slots."""
 
-    All ranks make the object for a gather at the same point of the program. Two gathers in flight should not be of the same tensor: their
-    results would be right, but few of their shards differences.
-    """
-
-    def __init__(self, slots: Sequence[BaseSlot]) -> None:
-        self._slots = slots
-        for slot in slots:
-            slot.asked += 1
-        self._versions = [slot.asked for slot in slots]
-
-    def begin(self, ctx: OpContext, places: Sequence[torch.Tensor], buffers: PooledBuffers) -> torch.Tensor | None:
-        """See :class:`ds_zipccl.comm.Base`."""
-        if not all(slot.filled for slot in self._slots):
-            return None
-        last = buffers.empty(places[ctx.rank].numel(), places[ctx.rank].dtype, places[ctx.rank].device)
-        for rank, place in enumerate(places):
-            for part, memory in self._parts(last if rank == ctx.rank else place, rank):
-                part.copy_(memory)
-        return last
-
-    def end(self, ctx: OpContext, places: Sequence[torch.Tensor], last: torch.Tensor | None) -> None:
-        """See :class:`ds_zipccl.comm.Base`. All ranks of a node have read the old contents before, for the hash."""
-        sizes = [slot.memory.shape[1] for slot in self._slots]
-        self.keep(ctx, [place.split(sizes) for place in places])
-
-    def keep(self, ctx: OpContext, shards: Sequence[Sequence[torch.Tensor]]) -> None:
-        """Hold the flat tensor ``shards[rank][number]`` in slot ``number``. Each rank of a node writes some of the shards, and no rank
-        reads the old contents any more. Blocks until all shards are written."""
-        node_ranks = self._slots[0].node_ranks
-        for rank, parts in enumerate(shards):
-            writer = rank if rank in node_ranks else node_ranks[rank % len(node_ranks)]
-            if writer == ctx.rank:
-                for part, slot in zip(parts, self._slots, strict=True):
-                    slot.memory[rank].copy_(part)
-        words = {peer: tensors.filled(1, 0, torch.uint8) for peer in self._node_ranks(ctx)}
-        with open_exchange(ctx, _DONE, control=True) as exchange:
-            for peer, word in words.items():
-                exchange.post_recv(peer, word)
-            for peer in words:
-                exchange.send(_written(True), peer)
-            for peer, word in words.items():
-                exchange.recv(peer, word)
-        for slot, version in zip(self._slots, self._versions, strict=True):
-            slot.filled, slot.version = all(bool(word) for word in words.values()), version
-
-    def abandon(self, ctx: OpContext) -> None:
-        """See :class:`ds_zipccl.comm.Base`. This rank tells the peers on its node that it writes nothing, so that they do not wait for
-        its writes."""
-        for slot in self._slots:
-            slot.filled = False
-        abandon(exchange := Exchange(ctx, _DONE, control=True))
-        for peer in self._node_ranks(ctx):
-            # a mate whose connection is closed knows already; every other mate gets the message, and its own message a receive
-            with suppress(RuntimeError, ValueError):
-                exchange.post_recv(peer, _written(False))
-            with suppress(RuntimeError, ValueError):
-                exchange.send(_written(False), peer)
-
-    def enqueue(self, ctx: DeviceContext, shard: Shard) -> None:
-        """See :class:`ds_zipccl.comm.Base`. The shard goes in full."""
-        device_gather.gather(ctx, [shard])
-
-    def token(self) -> Hashable:
-        """See :class:`ds_zipccl.comm.Base`."""
-        return self._slots[0].serial
-
-    def _node_ranks(self, ctx: OpContext) -> list[int]:
-        """Return the ranks that write to the same memory, without this rank."""
-        return [peer for peer in self._slots[0].node_ranks if peer != ctx.rank]
-
-    def _parts(self, shard: torch.Tensor, rank: int) -> Sequence[tuple[torch.Tensor, torch.Tensor]]:
-        """Return the parts of a rank's shard, one for each tensor, each with its memory."""
-        sizes = [slot.memory.shape[1] for slot in self._slots]
-        return [(part, slot.memory[rank]) for part, slot in zip(shard.split(sizes), self._slots, strict=True)]
-
-
-def _written(done: bool) -> torch.Tensor:
-    """Return the message to a mate: whether this rank has written its part of the memory."""
-    return tensors.filled(1, done, torch.uint8)
-
-
-#: Serial numbers of each group's slots. They live as long as the group, so that a new group counts afresh on all ranks.
-_serials: WeakKeyDictionary[dist.ProcessGroup, Iterator[int]] = WeakKeyDictionary()
+    def __init__(self) -> None:
+        self.left = itertools.count()
 
 
 @tensors.undisturbed()
@@ -171,7 +82,9 @@ def allocate_bases(
     """
     if not shards:
         return []
-    ranks, rank = dist.get_world_size(group), dist.get_rank(group)
+    state = group_state(group)
+    assert state is not None  # every rank of the group calls
+    ranks, rank, serials = state.size, state.rank, state.of(_Serials).left
     nodes = _nodes(group) if kind == "host" else [[one] for one in range(ranks)]
     device = torch.device(device)
     node_ranks = next(node for node in nodes if rank in node)
@@ -179,7 +92,6 @@ def allocate_bases(
     sizes = _sizes(shards, ranks)
     pool = _shared(sum(sizes), node_ranks, group, kind, device)
     _pools[:] = [*_alive(), (StorageWeakRef(pool.untyped_storage()), sum(sizes), len(node_ranks))]
-    serials = _serials.setdefault(group, itertools.count())
     found = []
     for (numel, dtype), part in zip(shards, pool.split(sizes), strict=True):
         memory = part[: ranks * numel * dtype.itemsize].view(dtype).view(ranks, numel)

@@ -8,8 +8,9 @@ from typing import Any
 import torch
 
 from ds_zipccl import devices, tensors
-from ds_zipccl.comm.bases import agreed
+from ds_zipccl.comm.bases.in_place import InPlaceBase
 from ds_zipccl.comm.device import gather, sizes, sums
+from ds_zipccl.comm.device.bases import agreed, in_place
 from ds_zipccl.comm.device.choice import reason_to_pass
 from ds_zipccl.comm.device.context import DeviceContext
 from ds_zipccl.comm.device.exchange import exchange_even, exchange_uneven, pays_now
@@ -123,8 +124,8 @@ def _gather_shards(ctx: DeviceContext, request: Request, inputs: Tensors, output
     shards = [Shard(own, whole, [own.numel()]) for own, whole in zip(inputs, outputs, strict=True)]
     if request.agreed:
         agreed.gather_parameters(ctx, inputs[0], outputs[0], request.agreed)
-    elif request.base is not None and ctx.with_base:
-        request.base.enqueue(ctx, shards[0])
+    elif isinstance(request.base, InPlaceBase) and ctx.with_base:
+        in_place.gather(ctx, shards[0], request.base)
     else:
         gather.gather(ctx, shards)
 

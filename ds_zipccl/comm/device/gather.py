@@ -117,7 +117,8 @@ def gather_agreed(
         lasts: the words of each piece that this rank sent in the last gather. The frames are then differences, and the places of all other
             ranks in each ``whole`` hold the words of that gather. The encoding stream reads ``lasts``.
     """
-    gather_planned(ctx, shards, plan_of(ctx, shards, pieces, sizes), lasts)
+    send_planned(ctx, shards, plan_of(ctx, shards, pieces, sizes), lasts)
+    put_own(ctx, shards)
 
 
 def plan_of(
@@ -151,18 +152,10 @@ def plan_of(
     return Plan(pieces, fragments)
 
 
-def gather_planned(
-    ctx: DeviceContext, shards: Sequence[Shard], plan: Plan, lasts: Sequence[torch.Tensor] | None = None
-) -> None:
-    """Gather the shards by their plan; no wait of the host. ``lasts`` as for :func:`gather_agreed`."""
-    send_planned(ctx, shards, plan, lasts)
-    put_own(ctx, shards)
-
-
 def send_planned(
     ctx: DeviceContext, shards: Sequence[Shard], plan: Plan, lasts: Sequence[torch.Tensor] | None = None
 ) -> None:
-    """Gather the pieces of a plan, but for the own ones."""
+    """Gather the pieces of a plan, except the own ones; no wait of the host. ``lasts`` as for :func:`gather_agreed`."""
     if not plan.fragments and plan.pieces:
         ctx.streams.order(Stage.ENCODE, Stage.WIRE)
         with ctx.streams.on(Stage.WIRE):

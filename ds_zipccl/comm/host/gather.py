@@ -17,12 +17,12 @@ from contextlib import contextmanager
 import torch
 
 from ds_zipccl import tensors
-from ds_zipccl.comm.bases.proof import NOTHING_THERE, SOMETHING_ELSE
+from ds_zipccl.comm.bases.state import NOTHING_THERE, SOMETHING_ELSE
 from ds_zipccl.comm.buffer_pool import PooledBuffers
 from ds_zipccl.comm.context import OpContext
 from ds_zipccl.comm.group_state import region_hash
 from ds_zipccl.comm.host import byte_words
-from ds_zipccl.comm.host.pipeline import Exchange, Fragments, detached, open_exchange, run_pipeline, send_own
+from ds_zipccl.comm.host.pipeline import Exchange, Fragments, detached, open_exchange, run_pipeline, send_own, swap
 from ds_zipccl.comm.request import Base, Request, equal_shards
 from ds_zipccl.telemetry import counters
 
@@ -173,14 +173,7 @@ def gather_differences(ctx: OpContext, own: torch.Tensor, places: Sequence[torch
 
 def _objection(ctx: OpContext, last: torch.Tensor | None, places: Sequence[torch.Tensor]) -> str:
     """Return the reason why this rank's shard must go in full; "" if every rank holds the shard of the last gather. Uses exchange 0."""
-    answers = {peer: tensors.empty(HASH_BYTES, torch.uint8) for peer in ctx.peers}
-    with open_exchange(ctx, 0, control=True) as exchange:
-        for peer in ctx.peers:
-            exchange.post_recv(peer, answers[peer])
-        for peer in ctx.peers:
-            exchange.send(_hashed(places[peer]), peer)
-        for peer in ctx.peers:
-            exchange.recv(peer, answers[peer])
+    answers = swap(ctx, 0, ctx.peers, (_hashed(places[peer]) for peer in ctx.peers), HASH_BYTES)
     if last is None:
         return NOTHING_THERE
     own = _hashed(last)

@@ -9,7 +9,7 @@ bounds the memory of a rank; the size of the message does not matter.
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
 
@@ -350,3 +350,27 @@ def detached(
 
 def _span(flat: torch.Tensor) -> tuple[int, int]:
     return flat.data_ptr(), flat.data_ptr() + flat.nbytes
+
+
+def swap(
+    ctx: OpContext,
+    index: int,
+    peers: Sequence[int],
+    leaving: torch.Tensor | Iterable[torch.Tensor],
+    nbytes: int,
+    *,
+    raw: bool = False,
+) -> dict[int, torch.Tensor]:
+    """Send ``nbytes`` bytes to each of ``peers``, the same or each its own; return those that each sends. A control exchange; blocks."""
+    coming = {peer: tensors.empty(nbytes, torch.uint8) for peer in peers}
+    with open_exchange(ctx, index, control=True, raw=raw) as exchange:
+        for peer, out in coming.items():
+            exchange.post_recv(peer, out)
+        if isinstance(leaving, torch.Tensor):
+            exchange.send(leaving, *peers)
+        else:
+            for peer, mine in zip(peers, leaving, strict=True):
+                exchange.send(mine, peer)
+        for peer, out in coming.items():
+            exchange.recv(peer, out)
+    return coming

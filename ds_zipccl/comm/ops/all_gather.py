@@ -8,8 +8,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ds_zipccl.comm.bases.agreed import Agreed
 from ds_zipccl.comm.decision import decide
+from ds_zipccl.comm.engine import Agreed
 from ds_zipccl.comm.execution import execute, pass_small, run, sent_to_peers
 from ds_zipccl.comm.group_state import group_size
 from ds_zipccl.comm.request import Base, Request, is_small
@@ -70,7 +70,7 @@ def all_gather_into_tensor(
     Either all ranks give a base or none does. Shards go as differences if all ranks prove to hold the same base.
 
     ``agreed``: the parameters whose shards lie end to end in the input, on all ranks or on none. On groups in the order of streams their
-    frames have agreed sizes, see :mod:`.agreement`; the host waits only where a parameter has none.
+    frames have agreed sizes, see :mod:`.parameters`; the host waits only where a parameter has none.
     """
     if is_small(output_tensor, config):
         call = uncompressed_call or (lambda: dist.all_gather_into_tensor(output_tensor, input_tensor, group, async_op))

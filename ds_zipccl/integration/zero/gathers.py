@@ -1,4 +1,4 @@
-"""Parameters of gathers, for ZeRO-3: the call of a gather into new memory does not tell its parameters. Their bases."""
+"""Parameters of gathers, for ZeRO-3: the call of a gather into new memory does not tell its parameters. Their bases and their states."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ import weakref
 from collections.abc import Callable, Iterable, Sequence
 from contextvars import ContextVar
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from ds_zipccl import comm
+from ds_zipccl.comm import Agreed, Kept, Part
 from ds_zipccl.comm import engine as comm_engine
 from ds_zipccl.comm.bases import host_memory
-from ds_zipccl.comm.bases.agreed import Agreed
 from ds_zipccl.comm.bases.shared import BaseSlot, choose_fitting, held_share
 from ds_zipccl.comm.group_state import group_nodes, group_size, group_state, resolve_group
 from ds_zipccl.config import ZipcclConfig
@@ -27,6 +27,11 @@ _wanted: ContextVar[list[Any] | None] = ContextVar("ds_zipccl_wanted", default=N
 #: Attribute of a parameter: a weak reference to its base. DeepSpeed keeps parameters after their engine is gone, and a base is larger than
 #: the parameter's own memory.
 BASE = "ds_zipccl_base"
+#: Attribute of a parameter: its state, an Agreed in groups in the order of streams, a Kept in those that exchange messages; see
+#: :mod:`.versions`. DeepSpeed's parameters have attributes of their engine too.
+STATE = "ds_zipccl_state"
+#: Attribute of an optimizer, and of each of its parameters: the versions of all of them.
+VERSIONS = "ds_zipccl_versions"
 #: With ``zero3_base`` auto: the part of the available memory that bases take without a limit of the user (admission: the rest is for the
 #: program, which may grow), and the part that stays free whatever the limit is.
 AUTO_PART, LEFT_PART = 4, 8
@@ -69,20 +74,20 @@ def gather_single(original: Callable[..., Any], init: Any, param_list: Iterable[
         return original(init, params, *args, **kwargs)
 
 
+def partition(original: Callable[..., Any], init: Any, param_list: Any, *args: Any, **kwargs: Any) -> Any:
+    """Let a partition of changed parameters, such as one of ``GatheredParameters``, end their versions."""
+    if kwargs.get("has_been_updated", args[1] if len(args) > 1 else False):
+        forget(param_list)
+    return original(init, param_list, *args, **kwargs)
+
+
 def allocate_bases(
-    parameters: Iterable[Any],
-    config: ZipcclConfig,
-    device: torch.device,
-    agreed_of: Callable[[Sequence[Any]], Sequence[Agreed]] = lambda params: (),
-    *,
-    trains: bool = True,
+    parameters: Iterable[Any], config: ZipcclConfig, device: torch.device, *, trains: bool = True
 ) -> tuple[list[BaseSlot], str]:
     """Allocate a base for each parameter that ZeRO-3 frees after use; with ``zero3_base`` auto for those of them that are frozen and fit.
     A collective of all groups of these parameters; blocks.
 
     Args:
-        agreed_of: returns the agreed sizes of parameters, or nothing if one of them has none. In groups in the order of streams bases are
-            held with the sizes.
         trains: the engine has an optimizer; otherwise all its parameters are frozen.
 
     Returns:
@@ -98,17 +103,17 @@ def allocate_bases(
             groups.setdefault(param.ds_process_group, []).append(param)
     useful = [(group, params) for group, params in groups.items() if group_size(group) > 1]
     if auto:
-        return _for_frozen(useful, config, device, agreed_of, trains) if useful else ([], "")
+        return _for_frozen(useful, config, device, trains) if useful else ([], "")
     useless = _never_differs(config)
     if useless:
         return [], f"not used, as {useless}"
     bases: list[BaseSlot] = []
     skipped = ""
     for group, params in useful:
-        some, reason = _usable(params, group, config, device, agreed_of)
+        some, reason = _usable(params, group, config, device)
         skipped = f"; {reason}" if reason else skipped
         if some:
-            bases += _allocate(some, config.zero3_base, group, device, agreed_of)
+            bases += _allocate(some, config.zero3_base, group, device)
     return bases, f"{_size(bases)}{skipped}"
 
 
@@ -118,11 +123,7 @@ def _is_kept(param: Any, trains: bool) -> bool:
 
 
 def _for_frozen(
-    groups: Sequence[tuple[dist.ProcessGroup, Sequence[Any]]],
-    config: ZipcclConfig,
-    device: torch.device,
-    agreed_of: Callable[[Sequence[Any]], Sequence[Agreed]],
-    trains: bool,
+    groups: Sequence[tuple[dist.ProcessGroup, Sequence[Any]]], config: ZipcclConfig, device: torch.device, trains: bool
 ) -> tuple[list[BaseSlot], str]:
     """Allocate bases in host memory for frozen parameters, as far as the limit allows. See :func:`allocate_bases`.
 
@@ -136,7 +137,7 @@ def _for_frozen(
         shards = [_shard_of(param) for param in params]
         wanted += len(params)
         nbytes += group_size(group) * sum(numel * dtype.itemsize for numel, dtype in shards)
-        some, reason = _usable(params, group, config, device, agreed_of)
+        some, reason = _usable(params, group, config, device)
         members = group_state(group)
         if some and not trains and members is not None and members.streams(device.type):
             some, reason = [], "no optimizer step checks copies of bases there"
@@ -147,7 +148,7 @@ def _for_frozen(
             if len(chosen) < len(some):
                 reasons.append(f"{limit / 1e6:.1f} MB are allowed on a node, see zero3_base_mib")
             try:
-                bases += _allocate([some[number] for number in chosen], "host", group, device, agreed_of)
+                bases += _allocate([some[number] for number in chosen], "host", group, device)
             except comm.CommError as error:  # on all ranks of the group
                 reasons.append(str(error))
     reasons = list(filter(None, dict.fromkeys(reasons)))
@@ -180,11 +181,7 @@ def _never_differs(config: ZipcclConfig) -> str:
 
 
 def _usable(
-    params: Sequence[Any],
-    group: dist.ProcessGroup,
-    config: ZipcclConfig,
-    device: torch.device,
-    agreed_of: Callable[[Sequence[Any]], Sequence[Agreed]],
+    params: Sequence[Any], group: dist.ProcessGroup, config: ZipcclConfig, device: torch.device
 ) -> tuple[list[Any], str]:
     """Return the parameters whose gathers would use a base, and why those of other parameters would not; "" if there are none.
 
@@ -201,7 +198,7 @@ def _usable(
     if not reason and not dtypes:
         reason = f"no differences {where}{': nccl is off' if streams and config.nccl == 'off' else ' yet'}"
     if not reason and streams:
-        reason = _passes(params, group, config, device, agreed_of, where)
+        reason = _passes(params, group, config, device, where)
     if reason:
         return [], reason
     some = [param for param in params if gathered_dtype(param) in dtypes]
@@ -212,12 +209,7 @@ def _usable(
 
 
 def _passes(
-    params: Sequence[Any],
-    group: dist.ProcessGroup,
-    config: ZipcclConfig,
-    device: torch.device,
-    agreed_of: Callable[[Sequence[Any]], Sequence[Agreed]],
-    where: str,
+    params: Sequence[Any], group: dist.ProcessGroup, config: ZipcclConfig, device: torch.device, where: str
 ) -> str:
     """Return why the gathers of a group in the order of streams use no base; "" if they do."""
     if not agreed_of(params):
@@ -232,13 +224,7 @@ def _passes(
     return ""
 
 
-def _allocate(
-    params: Sequence[Any],
-    kind: str,
-    group: dist.ProcessGroup,
-    device: torch.device,
-    agreed_of: Callable[[Sequence[Any]], Sequence[Agreed]],
-) -> list[BaseSlot]:
+def _allocate(params: Sequence[Any], kind: str, group: dist.ProcessGroup, device: torch.device) -> list[BaseSlot]:
     """Allocate bases of a kind for parameters of one group. A collective of the group; blocks."""
     found = comm.allocate_bases([_shard_of(param) for param in params], kind, group, device)
     for param, base in zip(params, found, strict=True):
@@ -295,6 +281,54 @@ def base_of(params: Sequence[Any], dtype: torch.dtype) -> comm.SharedBase | None
     """Return the base of a gather of these parameters in a dtype, None if one of them has none."""
     bases = [base for param in params if (base := slot_of(param)) is not None and base.memory.dtype == dtype]
     return comm.SharedBase(bases) if bases and len(bases) == len(params) else None
+
+
+_State = TypeVar("_State")
+
+
+def states_of(params: Iterable[Any], kind: type[_State]) -> list[_State | None]:
+    """Return the state of each parameter; None where a parameter has none of this kind."""
+    found = (getattr(param, STATE, None) for param in params)
+    return [one if isinstance(one, kind) else None for one in found]
+
+
+def agreed_of(params: Sequence[Any]) -> Sequence[Agreed]:
+    """Return the agreed sizes of the parameters of a gather, or nothing if one of them takes no part."""
+    found = [one for one in states_of(params, Agreed) if one is not None]
+    return found if len(found) == len(params) else ()
+
+
+def parts_of(params: Sequence[Any], dtype: torch.dtype) -> Sequence[Part]:
+    """Return the parameters of a gather in a dtype as parts of it, or nothing if none of them has a base that fits the gather."""
+    kept, found = states_of(params, Kept), []
+    if not any(kept):
+        return ()
+    for param, one in zip(params, kept, strict=True):
+        numel, slot = param.ds_tensor.ds_numel, None if one is None else one.slot()
+        fits = slot is not None and slot.memory.dtype is dtype and slot.memory.shape[1] == numel
+        found.append(Part(numel, one if fits else None))
+    if not any(part.kept is not None for part in found):
+        return ()
+    for versions in by_versions(params):
+        versions.begin_gather()
+    return found
+
+
+def forget(params: Iterable[Any]) -> None:
+    """End the versions of parameters. All ranks of their groups call."""
+    for param in params:
+        one = getattr(param, STATE, None)
+        if one is not None:
+            one.forget()
+
+
+def by_versions(params: Iterable[Any]) -> dict[Any, list[Any]]:
+    """Return a map from the versions of an engine to its parameters among those given. Others have none."""
+    found: dict[Any, list[Any]] = {}
+    for param in params:
+        if (versions := getattr(param, VERSIONS, None)) is not None:
+            found.setdefault(versions, []).append(param)
+    return found
 
 
 def _shard_numel(params: Iterable[Any]) -> int:

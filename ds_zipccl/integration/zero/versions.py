@@ -5,7 +5,7 @@ parameters. In groups in the order of streams an optimizer step is followed by a
 change behind our back, by a write to ``param.ds_tensor``, is noticed where a frame does not fit: then all ranks stop before the next step.
 
 In groups that exchange messages the first gather after a step agrees on the parameters whose bases hold their words, see
-:mod:`ds_zipccl.comm.bases.versions`. A write between two steps is noticed there, and a write in a step before the optimizer step.
+:mod:`ds_zipccl.comm` (:class:`.Keeper`). A write between two steps is noticed there, and a write in a step before the optimizer step.
 
 No step follows an evaluation, so that the first gather of each of its forward passes agrees: a pass of modules in eval mode, or without
 gradients. So does the first gather of the training that follows. A pass is a call of a module outside of calls of other modules of
@@ -24,21 +24,15 @@ from typing import Any
 import torch
 
 from ds_zipccl import comm
-from ds_zipccl.comm import Keeper, Kept, Part
-from ds_zipccl.comm.bases.agreed import Agreed
-from ds_zipccl.comm.bases.versions import COPIES
+from ds_zipccl.comm import Agreed, Keeper, Kept
+from ds_zipccl.comm.engine import COPIES
 from ds_zipccl.comm.group_state import group_state
 from ds_zipccl.config import ZipcclConfig
 from ds_zipccl.integration import hook_points
 from ds_zipccl.integration.zero import gathers
+from ds_zipccl.integration.zero.gathers import STATE, VERSIONS
 from ds_zipccl.policy import admission
 
-#: Attribute of a parameter: its agreed sizes. DeepSpeed's parameters have attributes of their engine too.
-_AGREED = "ds_zipccl_agreed"
-#: Attribute of a parameter: the versions of its base, in a group that exchanges messages.
-_KEPT = "ds_zipccl_kept"
-#: Attribute of an optimizer, and of each of its parameters: the versions of all of them.
-_VERSIONS = "ds_zipccl_versions"
 #: Classes, by name, that change parameters in ways that are known here. Other subclasses may change them in the background; SuperOffload's
 #: processes change the optimizer's own copies, and its step the shards.
 _KNOWN = ("DeepSpeedZeroOptimizer_Stage3", "SuperOffloadOptimizer_Stage3", "DeepSpeedZeRoOffload")
@@ -79,17 +73,13 @@ class Versions:
         for group, some in ordered:
             if group in streams:
                 for name, param in some:
-                    setattr(param, _AGREED, Agreed(name, param.ds_tensor.ds_numel, gathers.gathered_dtype(param)))
+                    setattr(param, STATE, Agreed(name, param.ds_tensor.ds_numel, gathers.gathered_dtype(param)))
                 continue
             keeper = Keeper(group, config, copies=COPIES if steps else 1)
             self._keepers.append(keeper)
             for name, param in some:
-                setattr(param, _KEPT, _kept(name, param, keeper))
+                setattr(param, STATE, _kept(name, param, keeper))
         self._steps = steps and bool(self._keepers)
-
-    def forget(self) -> None:
-        """End the versions of all parameters."""
-        forget(self.parameters)
 
     def enter(self, module: torch.nn.Module) -> None:
         """Note that a call of a module begins. The outermost one outside of a backward pass is a pass. Does not block."""
@@ -97,13 +87,12 @@ class Versions:
         if nested or not self._steps or torch._C._current_graph_task_id() != -1:
             return
         if module not in self.left:
-
-            def leave(*call: Any) -> None:
-                self._outermost = None
-
-            self.left[module] = module.register_forward_hook(leave, always_call=True)
+            self.left[module] = hook_points.after_calls(module, self._leave)
         self._outermost, self._passes = module, self._passes + 1
         self._evaluates = not (module.training and torch.is_grad_enabled())
+
+    def _leave(self) -> None:
+        self._outermost = None
 
     def begin_gather(self) -> None:
         """Let a gather agree anew if it is the first one of an evaluation's pass, or the first one of training after it. Does not block."""
@@ -124,8 +113,7 @@ class Versions:
     def check(self) -> None:
         """Raise CommError if a frame was refused, or a parameter was written to within its version. A collective of every group that has
         gathered by agreed sizes, or from bases."""
-        for group, _ in self._groups:
-            comm.check_frames(self._device, group, config=self._config)
+        self.check_frames(self.parameters)
         for keeper in self._keepers:
             keeper.check()
 
@@ -147,7 +135,7 @@ class Versions:
             keeper.steps = False  # until a training pass gathers
         for group, params in self._groups:
             ready = [param for param in params if self._ready(param)]
-            shards = [(getattr(param, _AGREED), param.ds_tensor.detach().view(-1)) for param in ready]
+            shards = [(getattr(param, STATE), param.ds_tensor.detach().view(-1)) for param in ready]
             comm.agree_sizes(shards, group, config=self._config)
 
     def _ready(self, param: Any) -> bool:
@@ -212,20 +200,20 @@ def begin(optimizer: Any, named: Iterable[tuple[str, Any]], config: ZipcclConfig
         steps = hasattr(optimizer, "step")  # engines that only evaluate have another object in its place
         versions = Versions(sorted(found, key=lambda one: int(one[1].ds_id)), config, device, streams, steps)
         for one in (optimizer, _offload(optimizer), *versions.parameters):
-            setattr(one, _VERSIONS, versions)
+            setattr(one, VERSIONS, versions)
         versions.agree()
 
 
 def end(optimizer: Any) -> None:
     """End the versions of an engine's parameters for good, before their bases go. All ranks call."""
-    if (versions := getattr(optimizer, _VERSIONS, None)) is None:
+    if (versions := getattr(optimizer, VERSIONS, None)) is None:
         return
     for handle in versions.left.values():
         handle.remove()
     for one in {optimizer, _offload(optimizer)}:
-        vars(one).pop(_VERSIONS, None)
+        vars(one).pop(VERSIONS, None)
     for param in versions.parameters:
-        if getattr(param, _VERSIONS, None) is versions:  # a later engine may have begun others
+        if getattr(param, VERSIONS, None) is versions:  # a later engine may have begun others
             _drop(param)
 
 
@@ -235,59 +223,27 @@ def _offload(optimizer: Any) -> Any:
 
 
 def _drop(param: Any) -> None:
-    for name in (_AGREED, _KEPT, _VERSIONS, gathers.BASE):
+    for name in (STATE, VERSIONS, gathers.BASE):
         vars(param).pop(name, None)
-
-
-def agreed_of(params: Sequence[Any]) -> Sequence[Agreed]:
-    """Return the agreed sizes of the parameters of a gather, or nothing if one of them takes no part."""
-    found = [one for param in params if (one := getattr(param, _AGREED, None)) is not None]
-    return found if len(found) == len(params) else ()
-
-
-def parts_of(params: Sequence[Any], dtype: torch.dtype) -> Sequence[Part]:
-    """Return the parameters of a gather in a dtype as parts of it, or nothing if none of them has a base that fits the gather."""
-    kept = [getattr(param, _KEPT, None) for param in params]
-    if not any(one is not None and one.slot() is not None for one in kept):
-        return ()
-    found = []
-    for param, one in zip(params, kept, strict=True):
-        numel, slot = param.ds_tensor.ds_numel, None if one is None else one.slot()
-        fits = slot is not None and slot.memory.dtype is dtype and slot.memory.shape[1] == numel
-        found.append(Part(numel, one if fits else None))
-    if not any(part.kept is not None for part in found):
-        return ()
-    for some in _by_versions(params):
-        getattr(some[0], _VERSIONS).begin_gather()
-    return found
-
-
-def forget(params: Iterable[Any]) -> None:
-    """End the versions of parameters. All ranks of their groups call."""
-    for param in params:
-        for name in (_AGREED, _KEPT):
-            one = getattr(param, name, None)
-            if one is not None:
-                one.forget()
 
 
 @contextlib.contextmanager
 def changing(optimizer: Any) -> Iterator[None]:
     """Surround a change of any of an optimizer's parameters, during which parameters may be gathered; then agree anew. A collective."""
-    versions = getattr(optimizer, _VERSIONS, None)
+    versions = getattr(optimizer, VERSIONS, None)
     if versions is None:
         yield
         return
-    versions.forget()
+    gathers.forget(versions.parameters)
     yield
-    versions.forget()
+    gathers.forget(versions.parameters)
     versions.agree()
 
 
 @contextlib.contextmanager
 def saving(optimizer: Any) -> Iterator[None]:
     """Surround a save of all parameters, one after the other: all of them are agreed on at once. All ranks call."""
-    versions = getattr(optimizer, _VERSIONS, None)
+    versions = getattr(optimizer, VERSIONS, None)
     if versions is None:
         yield
         return
@@ -297,13 +253,6 @@ def saving(optimizer: Any) -> Iterator[None]:
         yield
     finally:
         versions.saving = False
-
-
-def partition(original: Callable[..., Any], init: Any, param_list: Any, *args: Any, **kwargs: Any) -> Any:
-    """Let a partition of changed parameters, such as one of ``GatheredParameters``, end their versions."""
-    if kwargs.get("has_been_updated", args[1] if len(args) > 1 else False):
-        forget(param_list)
-    return original(init, param_list, *args, **kwargs)
 
 
 def convert(original: Callable[..., Any], init: Any, param: Any) -> None:
@@ -316,28 +265,19 @@ def convert(original: Callable[..., Any], init: Any, param: Any) -> None:
 def enter_gathered(original: Callable[..., Any], gathered: Any) -> Any:
     """Surround ``GatheredParameters.__enter__``. Where a program gets parameters to read or to save, all their frames were accepted."""
     params = gathered.params if gathered.enabled else ()
-    for one in params:  # a program that reads parameters gets the words that are there now
-        kept = getattr(one, _KEPT, None)
-        if kept is not None and one.ds_status.name == "NOT_AVAILABLE" and not getattr(one, _VERSIONS).saving:
+    # a program that reads parameters gets the words that are there now
+    for one, kept in zip(params, gathers.states_of(params, Kept), strict=True):
+        if kept is not None and one.ds_status.name == "NOT_AVAILABLE" and not getattr(one, VERSIONS).saving:
             kept.refresh()
     result = original(gathered)
-    for some in _by_versions(params):
-        getattr(some[0], _VERSIONS).check_frames(some)
+    for versions, some in gathers.by_versions(params).items():
+        versions.check_frames(some)
     return result
-
-
-def _by_versions(params: Iterable[Any]) -> Iterable[Sequence[Any]]:
-    """Return the parameters that have versions, by engine."""
-    found: dict[int, list[Any]] = {}
-    for param in params:
-        if hasattr(param, _VERSIONS):
-            found.setdefault(id(getattr(param, _VERSIONS)), []).append(param)
-    return found.values()
 
 
 def fetch(original: Callable[..., Any], offload: Any, sub_module: Any, *args: Any, **kwargs: Any) -> Any:
     """Note a forward pass in ``DeepSpeedZeRoOffload``, which fetches the parameters of a module."""
-    versions = getattr(offload, _VERSIONS, None)
+    versions = getattr(offload, VERSIONS, None)
     if versions is not None:
         versions.enter(sub_module)
     return original(offload, sub_module, *args, **kwargs)
@@ -345,14 +285,14 @@ def fetch(original: Callable[..., Any], offload: Any, sub_module: Any, *args: An
 
 def step(original: Callable[..., Any], optimizer: Any, *args: Any, **kwargs: Any) -> Any:
     """Surround a step of ZeRO-3's optimizer, which changes parameters."""
-    versions = getattr(optimizer, _VERSIONS, None)
+    versions = getattr(optimizer, VERSIONS, None)
     if versions is None:
         return original(optimizer, *args, **kwargs)
     versions.check()
     trained = [param for group in optimizer.fp16_groups for param in group]
-    forget(trained)  # the step itself gathers parameters that stay gathered
+    gathers.forget(trained)  # the step itself gathers parameters that stay gathered
     result = original(optimizer, *args, **kwargs)
-    forget(trained)
+    gathers.forget(trained)
     versions.agree()
     return result
 
@@ -369,5 +309,5 @@ def set_param(
     """Surround a write to a parameter. The optimizer's copy has 32 bits: a shard of 16 bits changes with the next step, and one of 32 bits
     is that copy."""
     if optim_state_key is None and param.ds_tensor.dtype is torch.float32:
-        forget([param])
+        gathers.forget([param])
     return original(optimizer, value, param, optim_state_key, **kwargs)

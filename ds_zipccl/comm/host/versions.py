@@ -1,12 +1,12 @@
 """Versions of ZeRO-3's parameters on groups that exchange messages: times in which a parameter's base holds its words.
 
-A *settled* parameter is gathered by a local copy of its base: no message, no hash. Which parameters are settled decides which collectives
+A parameter whose base is *valid* is gathered by a local copy: no message, no hash. Which parameters are copied decides which collectives
 run, so that it may follow only from values that all ranks have agreed on:
 
 - A gather fills the base. From then on the base may hold the parameter's words.
 - The next gather finds that parameter, and an *agreement* follows: one small message to each rank, for all such parameters together. Each
   rank compares its own shard word for word with its own row of the base, and tells the result, the base's number and the gather that has
-  filled it. A parameter of which all ranks say the same, and none a change, is settled.
+  filled it. A parameter of which all ranks say the same, and none a change, is valid.
 - After an optimizer step the parameters that the step changes are filled anew, and all others are agreed on anew.
 - Before the step all ranks tell whether a parameter has changed since the agreement, and all of them stop if one has.
 - No step follows the copies of an evaluation. There each forward pass begins with an agreement.
@@ -25,17 +25,16 @@ import ctypes
 import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from enum import Enum
 
 import torch
 import torch.distributed as dist
 
 from ds_zipccl import tensors
-from ds_zipccl.comm.bases.proof import NOTHING_THERE, SOMETHING_ELSE
 from ds_zipccl.comm.bases.shared import BaseSlot
+from ds_zipccl.comm.bases.state import NOTHING_THERE, SOMETHING_ELSE, Versioned, Way
 from ds_zipccl.comm.context import Call, OpContext
 from ds_zipccl.comm.group_state import region_hash
-from ds_zipccl.comm.host.pipeline import open_exchange
+from ds_zipccl.comm.host.pipeline import swap
 from ds_zipccl.comm.work import CommError, Work
 from ds_zipccl.config import ZipcclConfig
 from ds_zipccl.telemetry import counters
@@ -46,7 +45,7 @@ NAME, GATHER = "agreement", "all_gather_into_tensor"
 COPIES = 16
 #: Agreements in which a whole base is hashed once, part by part, and the least bytes of a part (seeds: hashing costs less than comparing).
 AUDITS, AUDIT_BYTES = 64, 64 << 10
-#: Reasons for which a parameter is gathered by messages again, beside those of :mod:`ds_zipccl.comm.bases.proof`.
+#: Reasons for which a parameter is gathered by messages again, beside those of :mod:`ds_zipccl.comm.bases.state`.
 CHANGED, VERSION = "own shard changed", "version differs"
 #: A claim that is no version: the own shard is not the base's row; the last gather has failed; the own shard was not the base's row when
 #: other ranks copied the base.
@@ -61,17 +60,8 @@ _REMEDY = (
 )
 
 
-class _State(Enum):
-    """What all ranks know of a parameter. STALE: the base may hold other words. FILLED: a gather has been asked to fill the base.
-    SETTLED: all ranks have agreed that the base holds the words."""
-
-    STALE = "stale"
-    FILLED = "filled"
-    SETTLED = "settled"
-
-
-class Kept:
-    """A parameter whose base may be kept. Every rank of the group has such an object. Calls are equal on all ranks, in program order.
+class Kept(Versioned):
+    """A parameter whose base may be valid: then the next gather is a copy, and an agreement may make it valid while ``way`` is DELTA.
 
     Args:
         name: of the parameter, for messages.
@@ -82,11 +72,11 @@ class Kept:
     def __init__(
         self, name: str, shard: Callable[[], torch.Tensor | None], slot: Callable[[], BaseSlot | None], keeper: Keeper
     ) -> None:
-        self.name, self.slot, self.keeper = name, slot, keeper
+        super().__init__(name, slot)
+        self.keeper = keeper
         #: Copies of the base since the last comparison.
         self.copies = 0
         self._shard = shard
-        self._state = _State.STALE
         self._used = False  # the base was copied since it was filled
         self._in_step = False  # one of the copies since the last comparison is part of a step; equal on all ranks
         #: The base was copied, in this version or an earlier one, and no comparison came since; equal on all ranks.
@@ -96,32 +86,23 @@ class Kept:
         self._proven = False  # the base was hashed whole since it was filled
         self._turn = 0
         self._filling: weakref.ref[Work] | None = None
-        keeper.add(self)
-
-    @property
-    def settled(self) -> bool:
-        """Whether the next gather is a copy of the base; equal on all ranks."""
-        return self._state is _State.SETTLED
-
-    @property
-    def filled(self) -> bool:
-        """Whether an agreement may settle the parameter; equal on all ranks."""
-        return self._state is _State.FILLED
+        keeper.parameters.append(self)
 
     def forget(self) -> None:
-        """End the version: the shard changes. Copies that were wrong are still told, if they were not told before. Does not block."""
-        self._state, self.copies = _State.STALE, 0
+        """See :meth:`.Versioned.forget`. Copies that were wrong are still told, if they were not told before."""
+        super().forget()
+        self.copies = 0
         if self._told:
             self._told = self._broken = self.unchecked = False
 
     def refresh(self) -> None:
         """Let the next gather agree anew. Does not block."""
-        if self.settled:
-            self._state = _State.FILLED
+        if self.way is Way.COPY:
+            self.way = Way.DELTA
 
-    def settle(self) -> None:
+    def prove(self) -> None:
         """Begin a version, after an agreement."""
-        self._state, self._proven = _State.SETTLED, True
+        self.way, self._proven = Way.COPY, True
         self.checked()
 
     def checked(self) -> None:
@@ -131,7 +112,7 @@ class Kept:
     def fill(self) -> None:
         """Note that the next gather fills the base. Blocks until an earlier gather into the base has ended."""
         self.finish()
-        self._state, self._used, self._proven = _State.FILLED, False, False
+        self.way, self._used, self._proven = Way.DELTA, False, False
 
     def filled_by(self, work: Work | None) -> None:
         """Note the handle of the gather that fills the base; None: it has ended. The handle's tensors are not kept alive."""
@@ -165,7 +146,7 @@ class Kept:
         """
         if self._broken:
             return _BROKEN
-        if self._state is _State.STALE:
+        if self.way is Way.FULL:
             return 0
         slot = self.slot()
         if slot is None or not slot.filled:
@@ -186,8 +167,8 @@ class Kept:
         part = self._turn % max(1, -(-words.numel() // max(1, most)))
         return int.from_bytes(region_hash(words[part * most : (part + 1) * most])[:8], "little", signed=True)
 
-    def weigh(self, claims: Sequence[int], audits: Sequence[int]) -> str:
-        """Return the reason why the parameter cannot be settled, by what all ranks say; "" if it can.
+    def weigh(self, claims: Sequence[int], audits: Sequence[int] = ()) -> str:
+        """Return the reason why the parameter's base is not valid, by what all ranks say; "" if it is.
 
         Raises:
             CommError: the base was copied while it may have held wrong words. All ranks raise.
@@ -214,7 +195,7 @@ class Kept:
 
 
 class Keeper:
-    """The parameters of one engine and group whose bases may be kept, in an order that is equal on all ranks.
+    """The parameters of one engine and group whose bases may be valid, in an order that is equal on all ranks.
 
     Args:
         copies: copies of one base between two comparisons. 1 where no optimizer step ever checks the copies.
@@ -230,44 +211,44 @@ class Keeper:
         self.steps = copies > 1
         self.parameters: list[Kept] = []
 
-    def add(self, one: Kept) -> None:
-        """Add a parameter."""
-        self.parameters.append(one)
-
     def refresh(self) -> None:
         """Let the next gather agree on all parameters anew. Does not block."""
         for one in self.parameters:
             one.refresh()
 
     def agree(self, wanted: Sequence[Kept]) -> None:
-        """Settle all parameters that were filled, if one of ``wanted`` is among them. A collective then; blocks.
+        """Prove the bases of all parameters that were filled, if one of ``wanted`` is among them. A collective then; blocks.
 
         Raises:
             CommError: a parameter was written to within a version, or the transport failed. All ranks raise.
         """
         if any(one.copies >= self.copies for one in wanted):
             self.refresh()
-        if not any(one.filled for one in wanted):
+        if not any(one.way is Way.DELTA for one in wanted):
             return
-        found = [one for one in self.parameters if one.filled]
+        found = [one for one in self.parameters if one.way is Way.DELTA]
         for one in found:
             one.finish()
-        rank = dist.get_rank(self._group)
-        claims = list(zip(_claims(found, rank), [one.audit() for one in found], strict=True))
-        reasons = self._weigh(found, claims)
+        reasons = self._weigh(found)
         if any(reasons):  # whatever has happened to one base may have happened to others
-            claims = list(zip(_claims(found, rank), [one.audit(whole=True) for one in found], strict=True))
-            reasons = self._weigh(found, claims)
+            reasons = self._weigh(found, whole=True)
         for one, reason in zip(found, reasons, strict=True):
             if reason:
                 one.forget()
                 counters.record_difference(self._role, GATHER, reason)
             else:
-                one.settle()
+                one.prove()
 
-    def _weigh(self, found: Sequence[Kept], words: Sequence[Sequence[int]]) -> list[str]:
-        """Return for each parameter the reason why it cannot be settled. A collective; blocks."""
-        said = self._tell(words)
+    def _weigh(self, found: Sequence[Kept], *, whole: bool = False, audits: bool = True) -> list[str]:
+        """Return for each parameter the reason why its base is not valid, "" where it is. A collective; blocks.
+
+        Args:
+            whole: hash bases whole. audits: hash bases at all.
+        """
+        words = [_claims(found, dist.get_rank(self._group))]
+        if audits:
+            words.append([one.audit(whole) for one in found])
+        said = self._tell(list(zip(*words, strict=True)))
         return [one.weigh(*zip(*words, strict=True)) for one, words in zip(found, said, strict=True)]
 
     def check(self) -> None:
@@ -277,11 +258,8 @@ class Keeper:
             CommError: a parameter was written to within a version, or the transport failed. All ranks raise.
         """
         found = [one for one in self.parameters if one.unchecked]
-        if not found:
-            return
-        claims = _claims(found, dist.get_rank(self._group))
-        for one, words in zip(found, self._tell([[claim] for claim in claims]), strict=True):
-            one.weigh([claim for (claim,) in words], [])
+        if found:
+            self._weigh(found, audits=False)
         for one in found:
             one.checked()
 
@@ -294,15 +272,11 @@ class Keeper:
         with torch.inference_mode(), tensors.undisturbed():
             ctx = OpContext(NAME, self._group, self._config, self._role, "raw", tensors.CPU)
             mine = tensors.of_numbers(words, torch.int64)
-            everyone = [mine if rank == ctx.rank else torch.empty_like(mine) for rank in range(ctx.size)]
-            with open_exchange(ctx, control=True, raw=True) as exchange:
-                for peer in ctx.peers:
-                    exchange.post_recv(peer, everyone[peer].view(-1).view(torch.uint8))
-                exchange.send(mine.view(-1).view(torch.uint8), *ctx.peers)
-                for peer in ctx.peers:
-                    exchange.recv(peer, everyone[peer].view(-1).view(torch.uint8))
+            own = mine.view(-1).view(torch.uint8)
+            heard = swap(ctx, 0, ctx.peers, own, own.numel(), raw=True) | {ctx.rank: own}
             counters.record(self._role, NAME, 0, ctx.wire_bytes)
-            found: list[list[list[int]]] = torch.stack(everyone, dim=1).tolist()
+            said = torch.stack([heard[rank] for rank in range(ctx.size)]).view(torch.int64)
+            found: list[list[list[int]]] = said.view(ctx.size, *mine.shape).transpose(0, 1).tolist()
             return found
 
 

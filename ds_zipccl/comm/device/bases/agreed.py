@@ -8,7 +8,7 @@ A shard that is written to within a version is no wrong word: the encoder codes 
 has a flag in its header. Decoders on all other ranks refuse such a frame, write NaN, and report. The next agreement of any operation stops
 all ranks, and names the parameter; :func:`check` is such an agreement, for the moment before words are final.
 
-A parameter may have a base, see :mod:`.bases`. The agreement then has the sizes of differences and the proof too. The first gather of a
+A parameter may have a base, see :mod:`.proof`. The agreement then has the sizes of differences and the proof too. The first gather of a
 version sends differences, or full frames where the proof fails, and the base keeps the result. Later gathers of the version send nothing:
 they copy the base. Each rank compares its own shard with the base, and reports a change.
 """
@@ -18,14 +18,14 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections.abc import Hashable, Sequence
-from enum import Enum
 from typing import NamedTuple
 
 import torch
 
-from ds_zipccl.comm.bases import proof
-from ds_zipccl.comm.bases.proof import Base
+from ds_zipccl.comm.bases.shared import BaseSlot
+from ds_zipccl.comm.bases.state import NOTHING_THERE, SOMETHING_ELSE, Versioned, Way
 from ds_zipccl.comm.device import gather
+from ds_zipccl.comm.device.bases import proof
 from ds_zipccl.comm.device.context import DeviceContext
 from ds_zipccl.comm.device.gather import Piece, Plan, Shard
 from ds_zipccl.comm.device.sizes import agree
@@ -62,18 +62,8 @@ class _Kind(NamedTuple):
         return large and (way is Way.DELTA or self.codec != "raw")
 
 
-class Way(Enum):
-    """How a gather gives a parameter: by frames without a base, by differences, or as a copy of the base."""
-
-    FULL = "full"
-    DELTA = "delta"
-    COPY = "copy"
-
-
-class Agreed:
+class Agreed(Versioned):
     """The sizes of the frames of one parameter, on which the ranks of a group have agreed.
-
-    Every rank of the group has such an object for its own shard. Calls are equal on all ranks, in program order.
 
     Args:
         name: of the parameter, for messages.
@@ -81,35 +71,31 @@ class Agreed:
         dtype: in which shards are gathered; None: that of the shards.
     """
 
-    __slots__ = ("_base", "_kind", "_reason", "deltas", "dtype", "kept", "name", "numel", "sizes", "version")
-
     def __init__(self, name: str, numel: int, dtype: torch.dtype | None = None) -> None:
-        self.name, self.numel, self.dtype = name, numel, dtype
-        #: Bytes of the largest frame of each piece, while the version lasts.
-        self.sizes: Sequence[int] = ()
+        super().__init__(name)
+        self.numel, self.dtype = numel, dtype
+        #: Bytes of the largest frame of each piece, while the version lasts; of differences only where all ranks hold the base.
+        self.sizes: dict[Way, Sequence[int]] = {}
         #: A number of this process that no other agreement has; 0 before the first.
         self.version = 0
-        #: The same for differences; None where the ranks do not all hold the base.
-        self.deltas: Sequence[int] | None = None
-        #: The version whose gather the base holds; 0: none.
-        self.kept = 0
+        #: The base holds the result of a gather, of this version or an earlier one.
+        self.filled = False
         self._kind: _Kind | None = None
-        self._base: weakref.ref[Base] | None = None
-        self._reason = proof.NOTHING_THERE
 
-    def hold(self, base: Base) -> None:
+    def hold(self, base: BaseSlot) -> None:
         """Have a base, as long as it lives. All ranks of the group call. Differences must be wanted, see :class:`.ZipcclConfig`."""
-        self._base, self.kept, self.deltas = weakref.ref(base), 0, None
+        self.slot, self.filled, self.way = weakref.ref(base), False, Way.FULL
 
-    def base_of(self, kind: _Kind) -> Base | None:
+    def base_of(self, kind: _Kind) -> BaseSlot | None:
         """Return the base of gathers of a kind, None if there is none."""
-        found = None if self._base is None else self._base()
+        found = self.slot()
         if found is None or not self.numel or found.memory.dtype is not kind.dtype:
             return None
         return found if found.memory.shape == (kind.group.size, self.numel) else None
 
     def forget(self) -> None:
-        """End the version. All ranks of the group call, before one of them uses the changed shard."""
+        """See :meth:`.Versioned.forget`."""
+        super().forget()
         self._kind = None
 
     def holds(self, kind: _Kind) -> bool:
@@ -117,18 +103,15 @@ class Agreed:
         return self._kind == kind
 
     def _agreed(self, kind: _Kind, sizes: Sequence[int], deltas: Sequence[int] | None = None) -> None:
-        """Begin a version. ``deltas`` None: nothing was kept, or the proof has failed."""
-        self._reason = proof.SOMETHING_ELSE if self.kept and deltas is None else proof.NOTHING_THERE
-        self._kind, self.sizes, self.deltas, self.version = kind, sizes, deltas, next(_versions)
+        """Begin a version. ``deltas`` None: the base is not filled, or the proof has failed."""
+        self._kind, self.sizes, self.version = kind, {Way.FULL: sizes, Way.DELTA: deltas or ()}, next(_versions)
+        self.way = Way.FULL if deltas is None else Way.DELTA
 
-    def way(self) -> Way:
-        """Return the way of the next gather, of a parameter with a base."""
-        return Way.COPY if self.kept == self.version else Way.FULL if self.deltas is None else Way.DELTA
-
-    def keep(self, ctx: DeviceContext, way: Way) -> None:
-        """Note that the base holds the words of this version, by a gather of this way."""
-        self.kept = self.version
-        counters.record_difference(ctx.role, ctx.op, self._reason if way is Way.FULL else "")
+    def keep(self, ctx: DeviceContext) -> None:
+        """Note that the base holds the words of this version after a gather of :attr:`way`."""
+        reason = SOMETHING_ELSE if self.filled else NOTHING_THERE
+        counters.record_difference(ctx.role, ctx.op, reason if self.way is Way.FULL else "")
+        self.filled, self.way = True, Way.COPY
 
 
 class _Unchecked:
@@ -162,13 +145,13 @@ def agree_all(
     missing = [(one, words, kind) for one, words, kind in missing if not one.holds(kind)]
     if not missing:
         return 0
-    held = [one.base_of(kind) if one.kept else None for one, _, kind in missing]
+    held = [one.base_of(kind) if one.filled else None for one, _, kind in missing]
     if any(held):
         ctx.streams.order(Stage.DECODE, Stage.ENCODE)  # earlier gathers have written the bases
     labels: list[Hashable] = []
     asked: list[torch.Tensor] = []
     for dtype, way in itertools.product(dict.fromkeys(kind.dtype for *_, kind in missing), (Way.FULL, Way.DELTA)):
-        coded: list[tuple[torch.Tensor, Base | None, Piece]] = []
+        coded: list[tuple[torch.Tensor, BaseSlot | None, Piece]] = []
         for number, ((one, words, kind), base) in enumerate(zip(missing, held, strict=True)):
             if kind.dtype is dtype and (way is Way.FULL or base is not None):
                 some = [piece for piece in kind.pieces(one.numel) if kind.codes(piece, way)]
@@ -195,7 +178,7 @@ def agree_all(
 
 
 def _sizes(
-    ctx: DeviceContext, pieces: Sequence[tuple[torch.Tensor, Base | None, Piece]], dtype: torch.dtype
+    ctx: DeviceContext, pieces: Sequence[tuple[torch.Tensor, BaseSlot | None, Piece]], dtype: torch.dtype
 ) -> torch.Tensor:
     """Return the bytes of each frame as :func:`.gather.encoded_sizes` does, of pieces of shards in a dtype, all with a base or all without.
 
@@ -220,9 +203,9 @@ def _sizes(
 
 
 def gather_parameters(ctx: DeviceContext, own: torch.Tensor, whole: torch.Tensor, parameters: Sequence[Agreed]) -> None:
-    """Gather shards of parameters, which lie end to end in ``own``, with agreed sizes: no wait of the host.
+    """Gather shards of parameters, which lie end to end in ``own``, with agreed sizes, each its own way: no wait of the host.
 
-    Where a parameter has none, there is one wait; then all parameters of the gather have agreed sizes. See
+    Where a parameter has no sizes, there is one wait; then all parameters of the gather have agreed sizes. See
     :func:`.gather.gather` for ``own`` and ``whole``.
     """
     shard = Shard(own, whole, [one.numel for one in parameters], [one.name for one in parameters])
@@ -233,24 +216,13 @@ def gather_parameters(ctx: DeviceContext, own: torch.Tensor, whole: torch.Tensor
     if not all(one.holds(kind) for one in parameters):
         agree_all(ctx, list(zip(parameters, own.split(list(shard.sizes)), strict=True)), own.dtype)
     unchecked = ctx.state.of(_Unchecked)
-    unchecked.copies = unchecked.copies or 0
-    if unchecked.copies >= COPIES_UNCHECKED:
+    if (unchecked.copies or 0) >= COPIES_UNCHECKED:
         check(ctx)
+    unchecked.copies = unchecked.copies or 0
     held = [one.base_of(kind) for one in parameters]
-    if any(held):
-        _gather_with_bases(ctx, shard, parameters, held)
-    else:
-        ((_, plan),) = _plans_of(ctx, shard, parameters, [Way.FULL] * len(parameters))
-        gather.gather_planned(ctx, [shard], plan)
-
-
-def _gather_with_bases(
-    ctx: DeviceContext, shard: Shard, parameters: Sequence[Agreed], held: Sequence[Base | None]
-) -> None:
-    shards = shard.own.split(list(shard.sizes))
-    rows = shard.whole.view(ctx.size, -1).split(list(shard.sizes), 1)
-    ways = [Way.FULL if base is None else one.way() for one, base in zip(parameters, held, strict=True)]
+    ways = [Way.FULL if base is None else one.way for one, base in zip(parameters, held, strict=True)]
     based = [(number, base) for number, base in enumerate(held) if base is not None]
+    rows: Sequence[torch.Tensor] = whole.view(ctx.size, -1).split(list(shard.sizes), 1) if based else ()
     read = [(number, base) for number, base in based if ways[number] is not Way.FULL]
     laid_out = proof.lay_out([(base, rows[number]) for number, base in read], ctx)
     lasts = {number: last for (number, _), last in zip(read, laid_out, strict=True)}
@@ -258,17 +230,15 @@ def _gather_with_bases(
         words = [_last_of(lasts[piece.parameter], piece, shard) for piece in plan.pieces] if way is Way.DELTA else None
         gather.send_planned(ctx, [shard], plan, words)
     gather.put_own(ctx, [shard])
-    sent = [(number, base) for number, base in based if ways[number] is not Way.COPY]
-    proof.keep([(base, rows[number]) for number, base in sent], ctx)
+    proof.keep([(base, rows[number]) for number, base in based if ways[number] is not Way.COPY], ctx)
     for number, _ in based:
-        parameters[number].keep(ctx, ways[number])
+        parameters[number].keep(ctx)
     copied = [number for number, way in enumerate(ways) if way is Way.COPY]
     if copied:
-        unchecked = ctx.state.of(_Unchecked)
-        unchecked.copies = (unchecked.copies or 0) + 1
-        stage = proof.stage_of(read[0][1], ctx)
+        unchecked.copies += 1
+        shards = own.split(list(shard.sizes))
         some = [lasts[number] for number in copied], [shards[number] for number in copied]
-        proof.watch(stage, *some, [shard.names[number] for number in copied], ctx)
+        proof.watch(proof.stage_of(read[0][1], ctx), *some, [shard.names[number] for number in copied], ctx)
 
 
 def _plans_of(
@@ -284,10 +254,7 @@ def _plans_of(
         found = []
         for way in (Way.FULL, Way.DELTA):
             some = [piece for piece in pieces if ways[piece.parameter] is way]
-            sizes = [
-                size for one, its in zip(parameters, ways, strict=True) if its is way
-                for size in (one.sizes if way is Way.FULL else one.deltas or ())
-            ]  # fmt: skip
+            sizes = [size for one, its in zip(parameters, ways, strict=True) if its is way for size in one.sizes[way]]
             if some:
                 # words that go as they are would meet the bases in the output
                 partial = way is Way.DELTA or len(some) < len(pieces)

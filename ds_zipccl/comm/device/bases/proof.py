@@ -3,20 +3,20 @@
 The proof of a region is the largest hash of any rank and the largest inverted hash, which shows the least hash: they are equal if all
 ranks hold equal words. An agreement carries them next to the sizes of frames. A proof reads the region once.
 
-A :class:`Base` of a parameter lies on the device, a copy for each rank, or in host memory, a copy for all ranks of a node. Host memory is
-read and written by copies in stream order. The ranks of a node write different shards. Their writes follow the gather's own collective,
-before which every rank has read the old words. A collective of one word follows the writes, and every later read follows that.
+The :class:`.BaseSlot` of a parameter lies on the device, a copy for each rank, or in host memory, a copy for all ranks of a node. Host
+memory is read and written by copies in stream order. The ranks of a node write different shards. Their writes follow the gather's own
+collective, before which every rank has read the old words. A collective of one word follows the writes, and every later read follows that.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
 
 import torch
 
 from ds_zipccl import tensors
 from ds_zipccl.codecs.known import key_words
+from ds_zipccl.comm.bases.shared import BaseSlot
 from ds_zipccl.comm.device.context import DeviceContext
 from ds_zipccl.comm.device.streams import Stage
 from ds_zipccl.comm.group_state import hash_key
@@ -25,12 +25,10 @@ from ds_zipccl.comm.group_state import hash_key
 PROOF_WORDS = 4
 #: Less than every word of a proof.
 _LEAST = -(1 << 63)
-#: Reasons why a shard goes in full.
-NOTHING_THERE, SOMETHING_ELSE = "nothing was gathered there", "a rank holds something else"
 
 
 def proof(ctx: DeviceContext, regions: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return the words that prove, after :func:`ds_zipccl.comm.device.sizes.agree`, that all ranks hold equal regions: int64 on the device.
+    """Return the words that prove, after :func:`.sizes.agree`, that all ranks hold equal regions: int64 on the device.
 
     Reads all regions, on the encoding stream: as many bytes as they have.
     """
@@ -45,30 +43,13 @@ def holds(words: Sequence[int]) -> bool:
     return all(most == ~inverted for most, inverted in zip(words[::2], words[1::2], strict=True))
 
 
-class Base(Protocol):
-    """The memory of one parameter's base. The bases of a group are alike, but for their sizes.
-
-    ``memory``: ``[ranks, numel]``, the shards of all ranks. ``node_ranks``: the group ranks that share the memory, this rank among them.
-    ``shared``: some ranks of the group share memory; equal on all ranks, also on those that share none.
-    """
-
-    @property
-    def memory(self) -> torch.Tensor: ...
-
-    @property
-    def node_ranks(self) -> Sequence[int]: ...
-
-    @property
-    def shared(self) -> bool: ...
-
-
-def own_words(base: Base, ctx: DeviceContext) -> torch.Tensor:
+def own_words(base: BaseSlot, ctx: DeviceContext) -> torch.Tensor:
     """Return this rank's shard of the last gather, on the device, ready on the encoding stream: the memory itself, or a copy."""
     with ctx.streams.on(Stage.ENCODE):
         return _on_device(base.memory[ctx.rank], ctx)
 
 
-def proof_of(base: Base, number: int, ctx: DeviceContext) -> torch.Tensor:
+def proof_of(base: BaseSlot, number: int, ctx: DeviceContext) -> torch.Tensor:
     """Return the proof of a whole base; of several ranks that share the memory one reads it. ``number`` tells bases apart."""
     with ctx.streams.on(Stage.ENCODE):
         if base.node_ranks[number % len(base.node_ranks)] == ctx.rank:
@@ -76,7 +57,7 @@ def proof_of(base: Base, number: int, ctx: DeviceContext) -> torch.Tensor:
         return tensors.filled(PROOF_WORDS, _LEAST, torch.int64, ctx.device)
 
 
-def stage_of(base: Base, ctx: DeviceContext) -> Stage:
+def stage_of(base: BaseSlot, ctx: DeviceContext) -> Stage:
     """Return the stream that reads a base for an output.
 
     Shared memory is read on the encoding stream: the gather's own collective follows the read, and the writes of all ranks follow the
@@ -85,7 +66,7 @@ def stage_of(base: Base, ctx: DeviceContext) -> Stage:
     return Stage.ENCODE if is_away(base, ctx) or base.shared else Stage.DECODE
 
 
-def lay_out(bases: Sequence[tuple[Base, torch.Tensor]], ctx: DeviceContext) -> list[torch.Tensor]:
+def lay_out(bases: Sequence[tuple[BaseSlot, torch.Tensor]], ctx: DeviceContext) -> list[torch.Tensor]:
     """Copy the shards of all other ranks from each base to the rows of an output. The decoding stream follows.
 
     Returns:
@@ -107,7 +88,7 @@ def lay_out(bases: Sequence[tuple[Base, torch.Tensor]], ctx: DeviceContext) -> l
     return own
 
 
-def keep(bases: Sequence[tuple[Base, torch.Tensor]], ctx: DeviceContext) -> None:
+def keep(bases: Sequence[tuple[BaseSlot, torch.Tensor]], ctx: DeviceContext) -> None:
     """Copy the rows of an output, the shards of all ranks, to each base: on the decoding stream, after the gather has given them."""
     with ctx.streams.on(Stage.DECODE):
         for base, rows in bases:
@@ -142,7 +123,7 @@ def watch(
     ctx.streams.order(stage, Stage.DECODE)
 
 
-def is_away(base: Base, ctx: DeviceContext) -> bool:
+def is_away(base: BaseSlot, ctx: DeviceContext) -> bool:
     """Return whether a base is in host memory, and the gathers on a device."""
     return base.memory.device.type != ctx.device.type
 

@@ -1,30 +1,100 @@
-"""all_gather_into_tensor of parameters, of which the settled ones are local copies of their bases, see
-:mod:`ds_zipccl.comm.bases.versions`."""
+"""Gathers of ZeRO's parameters whose bases may be valid, and agreements on the sizes of their frames, see :mod:`.host.versions` and
+:mod:`.device.bases.agreed`."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from ds_zipccl import tensors
-from ds_zipccl.comm import work
-from ds_zipccl.comm.bases.shared import SharedBase
-from ds_zipccl.comm.bases.versions import GATHER, Kept
+from ds_zipccl.comm import engine, work
+from ds_zipccl.comm.bases.state import Way
 from ds_zipccl.comm.context import Call, OpContext
 from ds_zipccl.comm.decision import decide
+from ds_zipccl.comm.engine import GATHER, Agreed, Kept, SharedBase, agreed
 from ds_zipccl.comm.execution import execute, sent_to_peers
 from ds_zipccl.comm.group_state import group_state, resolve_group
-from ds_zipccl.comm.host.engine import compare_on_all_ranks, telling_failures
 from ds_zipccl.comm.ops.all_gather import request_shards
 from ds_zipccl.comm.request import Request, equal_shards
 from ds_zipccl.comm.shadow_check import Shadow
 from ds_zipccl.config import DEFAULT, ZipcclConfig
 from ds_zipccl.telemetry import counters
+
+#: Name of agreements in messages and counters.
+NAME = "agreement"
+
+
+def agree_sizes(
+    parameters: Iterable[tuple[Agreed, torch.Tensor]],
+    group: dist.ProcessGroup | None = None,
+    *,
+    config: ZipcclConfig = DEFAULT,
+    role: str = "zero_param",
+) -> int:
+    """Agree on the sizes of the frames of parameters that have none, for gathers with ``agreed``. A collective; the host waits once.
+
+    Nothing happens where a gather of all these parameters would not be coded in the order of streams, or where all of them have sizes.
+
+    Args:
+        parameters: with the own shards, flat, contiguous, all on one device, in an order that is equal on all ranks.
+
+    Returns:
+        The number of parameters that got sizes.
+
+    Raises:
+        CommError: a rank has refused a frame of an earlier operation, or did not come within the group's timeout. All ranks raise.
+    """
+    state = group_state(group)
+    if state is None:
+        return 0
+    found: dict[torch.dtype, list[tuple[Agreed, torch.Tensor]]] = {}
+    for one, words in parameters:
+        found.setdefault(one.dtype or words.dtype, []).append((one, words))
+    coded: list[tuple[Agreed, torch.Tensor]] = []
+    codec: str = config.codec
+    for dtype, some in found.items():
+        like = tensors.empty(0, dtype, some[0][1].device)
+        request = request_shards(GATHER, [like], [like], group, False, config, role, None)  # decided on, not executed
+        numel = sum(words.numel() for _, words in some)
+        request.numel, request.sent = numel * state.size, numel * (state.size - 1)
+        decision = decide(request).decision
+        if decision.on_device and decision.codec != "raw":
+            codec = decision.codec
+            coded += some
+    if not coded:
+        return 0
+    with torch.inference_mode(), tensors.undisturbed():
+        device = coded[0][1].device
+        return agreed.agree_all(engine.DeviceContext(NAME, resolve_group(group), config, role, codec, device), coded)
+
+
+def check_frames(
+    device: torch.device,
+    group: dist.ProcessGroup | None = None,
+    *,
+    config: ZipcclConfig = DEFAULT,
+    role: str = "zero_param",
+) -> None:
+    """Raise if a rank of the group has refused a frame, on any group, so far. A collective; the host waits once.
+
+    Nothing happens where the group has not gathered with ``agreed`` since its last call of this function, or agreement.
+
+    Args:
+        device: has the tensors of the operations. The group's backend for the device is one in the order of streams.
+
+    Raises:
+        CommError: a frame was refused, or a rank did not come within the group's timeout. All ranks raise.
+    """
+    state = group_state(group)
+    if state is None or agreed.is_checked(state):
+        return
+    with torch.inference_mode(), tensors.undisturbed():
+        agreed.check(engine.DeviceContext(NAME, resolve_group(group), config, role, config.codec, device))
 
 
 class Part(NamedTuple):
@@ -47,12 +117,12 @@ def gather_parts(
 ) -> Any:
     """``torch.distributed.all_gather_into_tensor`` of flat CPU tensors whose shards lie end to end, one for each of ``parts``.
 
-    Settled parameters are copied from their bases before the call returns. All others go together in one gather, which fills the bases of
+    Parameters with valid bases are copied before the call returns. All others go together in one gather, which fills the bases of
     those that have one, whatever its schedule is. The first call after an event that ends versions waits for one small message of all
     ranks.
 
     Raises:
-        CommError: a settled parameter was written to, or see :func:`.execution.execute`.
+        CommError: a parameter was written to within its version, or see :func:`.execution.execute`.
         ValueError: the parts are not those of the tensors.
     """
     state = group_state(group)
@@ -75,11 +145,15 @@ def gather_parts(
 
 
 class _Gather:
-    """One gather: the parameters that are copied, and ``rest``, the numbers of those that are sent, from ``own`` to ``whole``."""
+    """One gather: the parameters that are copied, and ``rest``, the numbers of those that are sent, from ``own`` to ``whole``; the bases of
+    ``_filled`` are filled then."""
 
     def __init__(self, call: Call, output: torch.Tensor, own: torch.Tensor, parts: Sequence[Part]) -> None:
         self._call, self._output, self._input, self._parts = call, output, own, parts
-        self.rest = [number for number, part in enumerate(parts) if part.kept is None or not part.kept.settled]
+        kept = {number: part.kept for number, part in enumerate(parts) if part.kept is not None}
+        self._valid = {number: one for number, one in kept.items() if one.way is Way.COPY}
+        self._filled = {number: one for number, one in kept.items() if number not in self._valid}
+        self.rest = [number for number in range(len(parts)) if number not in self._valid]
         self.whole, self.own = output, own
         sizes = [part.numel for part in parts]
         with torch.inference_mode():
@@ -90,30 +164,24 @@ class _Gather:
     @tensors.undisturbed()
     @torch.inference_mode()
     def copy(self) -> bool:
-        """Copy the settled parameters. Blocks.
-
-        Returns:
-            Whether there are settled parameters.
-        """
-        rank, nbytes = self._call.rank, 0
-        copied = [part.kept is not None and part.kept.settled for part in self._parts]
-        if not any(copied):
+        """Copy the parameters with valid bases, and return whether there are any. Blocks."""
+        if not self._valid:
             return False
-        if self._call.config.check == "shadow":
-            plain = self._plain_request()
-            self._check = (
-                _raw_context(self._call),
-                Shadow(plain.plain, plain.inputs, plain.outputs, plain.tolerance, self._call.size),
+        call, nbytes = self._call, 0
+        if call.config.check == "shadow":
+            whole = request_shards(
+                GATHER, [self._output], [self._input], call.group, False, call.config, call.role, None
             )
-        for part, rows, shard in zip(self._parts, self._rows, self._shards, strict=True):
-            if part.kept is None or not part.kept.settled:
-                continue
-            part.kept.copy(rows, rank, shard)
-            if rows[rank].data_ptr() != shard.data_ptr():
-                rows[rank].copy_(shard)
+            shadow = Shadow(whole.plain, whole.inputs, whole.outputs, whole.tolerance, call.size)
+            self._check = _raw_context(call), shadow
+        for number, one in self._valid.items():
+            rows, shard = self._rows[number], self._shards[number]
+            one.copy(rows, call.rank, shard)
+            if rows[call.rank].data_ptr() != shard.data_ptr():
+                rows[call.rank].copy_(shard)
             nbytes += rows.numel() * rows.element_size()
-        counters.record(self._call.role, GATHER, sent_to_peers(nbytes, self._call.group), 0)
-        counters.record_difference(self._call.role, GATHER, "")
+        counters.record(call.role, GATHER, sent_to_peers(nbytes, call.group), 0)
+        counters.record_difference(call.role, GATHER, "")
         return True
 
     @tensors.undisturbed()
@@ -128,12 +196,11 @@ class _Gather:
 
     def send(self, request: Request) -> Any:
         """Gather the rest, and fill the bases of the rest. Returns as torch.distributed does."""
-        keeping = [number for number in self.rest if self._parts[number].kept is not None]
-        kept = [one for number in keeping if (one := self._parts[number].kept) is not None]
-        for one in kept:
+        filled = self._filled
+        for one in filled.values():
             one.fill()
-        base = SharedBase([slot for one in kept if (slot := one.slot()) is not None]) if kept else None
-        based = base if len(keeping) == len(self.rest) else None
+        base = SharedBase([slot for one in filled.values() if (slot := one.slot()) is not None]) if filled else None
+        based = base if len(filled) == len(self.rest) else None
         if based is not None:
             request.based, request.token, request.base = True, based.token(), based
         choice, fills = decide(request), base is not None
@@ -148,7 +215,7 @@ class _Gather:
                 self._spread()
             if base is not None and ctx is not None:
                 with torch.inference_mode(), tensors.undisturbed():
-                    base.keep(ctx, [[self._rows[number][rank] for number in keeping] for rank in range(ctx.size)])
+                    base.keep(ctx, [[self._rows[number][rank] for number in filled] for rank in range(ctx.size)])
             self.compare()
 
         if not request.async_op:
@@ -159,18 +226,14 @@ class _Gather:
         if fills or self.whole is not self._output:
             sent = handle
             handle = work.start(GATHER, [self._output], lambda: end(sent.wait))
-        for one in kept:
+        for one in filled.values():
             one.filled_by(handle)
         return handle
 
     def compare(self) -> None:
-        """Compare the output with the plain collective's, if settled parameters were copied and the config asks for a check."""
+        """Compare the output with the plain collective's, if parameters were copied and the config asks for a check."""
         if self._check is not None:
-            compare_on_all_ranks(*self._check, [self._output])
-
-    def _plain_request(self) -> Request:
-        call = self._call
-        return request_shards(GATHER, [self._output], [self._input], call.group, False, call.config, call.role, None)
+            engine.host.compare_on_all_ranks(*self._check, [self._output])
 
     @tensors.undisturbed()
     @torch.inference_mode()
@@ -193,7 +256,7 @@ def _telling(base: SharedBase | None, ctx: OpContext | None, checked: OpContext 
     """If the body fails, tell the ranks that share bases, and those that wait for the outcome of a check, so that they do not wait for
     this rank."""
     try:
-        with contextlib.nullcontext() if checked is None else telling_failures(checked):
+        with contextlib.nullcontext() if checked is None else engine.host.telling_failures(checked):
             yield
     except BaseException:
         if base is not None and ctx is not None:

@@ -1,0 +1,44 @@
+"""The state of a parameter that is gathered again and again: one machine, in which each engine proves bases in its own way.
+
+A *version* is the time in which no rank changes its shard. In a version the state goes from full to copy:
+
+- In groups in the order of streams an agreement begins the version: with differences if all ranks prove to hold one base, otherwise in
+  full. The first gather fills the base, and the next ones copy it.
+- In groups that exchange messages the version begins in full: the gather itself finds whether all ranks hold one base. It fills the base,
+  and would send no difference the next time. An agreement that proves this makes the next gathers copies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from enum import Enum
+
+from ds_zipccl.comm.bases.shared import BaseSlot
+
+#: Reasons for which shards go in full.
+NOTHING_THERE, SOMETHING_ELSE = "nothing was gathered there", "a rank holds something else"
+
+
+class Way(Enum):
+    """How the next gather gives a parameter: by its words, by what differs from the base, or as a copy of the base, without a message."""
+
+    FULL = "full"
+    DELTA = "delta"
+    COPY = "copy"
+
+
+class Versioned:
+    """A parameter with versions. Every rank of its group has such an object for its own shard. Calls are equal on all ranks, in program
+    order, and so is ``way``, the way of the next gather.
+
+    Args:
+        name: of the parameter, for messages.
+        slot: returns the base, None if there is none.
+    """
+
+    def __init__(self, name: str, slot: Callable[[], BaseSlot | None] = lambda: None) -> None:
+        self.name, self.slot, self.way = name, slot, Way.FULL
+
+    def forget(self) -> None:
+        """End the version: the shard changes. All ranks of the group call, before one of them uses the changed shard. Does not block."""
+        self.way = Way.FULL
