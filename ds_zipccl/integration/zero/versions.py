@@ -65,7 +65,7 @@ class Versions:
         for name, param in named:
             groups.setdefault(param.ds_process_group, []).append((name, param))
         # The largest first: its ranks learn of failures in smaller groups at once.
-        ordered = sorted(groups.items(), key=lambda item: -_size(item[0]))
+        ordered = sorted(groups.items(), key=lambda item: -getattr(group_state(item[0]), "size", 0))
         self._groups = [(group, [param for _, param in some]) for group, some in ordered if group in streams]
         self._keepers: list[Keeper] = []
         self._outermost: Any = None  # the module whose call is the pass that runs now
@@ -86,10 +86,6 @@ class Versions:
             for name, param in some:
                 setattr(param, _KEPT, _kept(name, param, keeper))
         self._steps = steps and bool(self._keepers)
-
-    def forget(self) -> None:
-        """End the versions of all parameters."""
-        forget(self.parameters)
 
     def enter(self, module: torch.nn.Module) -> None:
         """Note that a call of a module begins. The outermost one outside of a backward pass is a pass. Does not block."""
@@ -124,8 +120,7 @@ class Versions:
     def check(self) -> None:
         """Raise CommError if a frame was refused, or a parameter was written to within its version. A collective of every group that has
         gathered by agreed sizes, or from bases."""
-        for group, _ in self._groups:
-            comm.check_frames(self._device, group, config=self._config)
+        self.check_frames(self.parameters)
         for keeper in self._keepers:
             keeper.check()
 
@@ -158,12 +153,6 @@ class Versions:
         shard = param.ds_tensor
         on_device = shard.device.type == self._device.type and shard.final_location != "nvme"
         return on_device and not param.ds_persist
-
-
-def _size(group: Any) -> int:
-    """Return the number of ranks of a group. DeepSpeed 0.19.0 and before do not note it at the parameters."""
-    members = group_state(group)
-    return 0 if members is None else members.size
 
 
 def _kept(name: str, param: Any, keeper: Keeper) -> Kept:
@@ -275,20 +264,18 @@ def forget(params: Iterable[Any]) -> None:
 def changing(optimizer: Any) -> Iterator[None]:
     """Surround a change of any of an optimizer's parameters, during which parameters may be gathered; then agree anew. A collective."""
     versions = getattr(optimizer, _VERSIONS, None)
-    if versions is None:
-        yield
-        return
-    versions.forget()
+    if versions is not None:
+        forget(versions.parameters)
     yield
-    versions.forget()
-    versions.agree()
+    if versions is not None:
+        forget(versions.parameters)
+        versions.agree()
 
 
 @contextlib.contextmanager
 def saving(optimizer: Any) -> Iterator[None]:
     """Surround a save of all parameters, one after the other: all of them are agreed on at once. All ranks call."""
-    versions = getattr(optimizer, _VERSIONS, None)
-    if versions is None:
+    if (versions := getattr(optimizer, _VERSIONS, None)) is None:
         yield
         return
     versions.refresh()
