@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from contextvars import ContextVar
 from types import ModuleType
 from typing import Any
 
@@ -19,11 +18,9 @@ from ds_zipccl.comm.bases.agreed import Agreed
 from ds_zipccl.comm.bases.shared import BaseSlot, choose_fitting, held_share
 from ds_zipccl.comm.group_state import group_nodes, group_size, group_state, resolve_group
 from ds_zipccl.config import ZipcclConfig
-from ds_zipccl.integration import hook_points
+from ds_zipccl.integration import hints, hook_points
 from ds_zipccl.policy import admission
 
-#: Parameters that DeepSpeed has asked for and not gathered yet, in its order.
-_wanted: ContextVar[list[Any] | None] = ContextVar("ds_zipccl_wanted", default=None)
 #: Attribute of a parameter: a weak reference to its base. DeepSpeed keeps parameters after their engine is gone, and a base is larger than
 #: the parameter's own memory.
 BASE = "ds_zipccl_base"
@@ -56,7 +53,7 @@ def note_coalesced(param: Any) -> None:
     @functools.wraps(gather)
     def all_gather_coalesced(params: Iterable[Any], *args: Any, **kwargs: Any) -> Any:
         params = list(params)
-        with hook_points.setting(_wanted, sorted(params, key=lambda one: one.ds_id)):
+        with hints.hinting(parameters={one.ds_id: one for one in sorted(params, key=lambda one: one.ds_id)}):
             return gather(params, *args, **kwargs)
 
     param.all_gather_coalesced = all_gather_coalesced
@@ -65,7 +62,7 @@ def note_coalesced(param: Any) -> None:
 def gather_single(original: Callable[..., Any], init: Any, param_list: Iterable[Any], *args: Any, **kwargs: Any) -> Any:
     """Note the parameters that ``Init._all_gather`` gathers, one after the other."""
     params = list(param_list)
-    with hook_points.setting(_wanted, [param for param in params if param.ds_status.name == "NOT_AVAILABLE"]):
+    with hints.hinting(parameters={one.ds_id: one for one in params if one.ds_status.name == "NOT_AVAILABLE"}):
         return original(init, params, *args, **kwargs)
 
 
@@ -266,17 +263,18 @@ def take_parameters(output: torch.Tensor, group: dist.ProcessGroup | None) -> Se
     Args:
         output: ``[ranks * numel]``, the shards of the parameters of each rank end to end.
     """
-    wanted, members = _wanted.get(), group_state(group)
+    wanted, members = hints.current().parameters, group_state(group)
     if not wanted or members is None:
         return ()
     numel = output.numel() // members.size
-    gathered = [param for param in wanted if param.ds_process_group is group and gathered_dtype(param) == output.dtype]
+    awaited = [param for param in wanted.values() if param.ds_process_group is group]
+    gathered = [param for param in awaited if gathered_dtype(param) == output.dtype]
     if _shard_numel(gathered) != numel:
         gathered = gathered[:1]  # one gather per parameter
     if _shard_numel(gathered) != numel:
         return ()
-    taken = {id(param) for param in gathered}
-    wanted[:] = [param for param in wanted if id(param) not in taken]
+    for param in gathered:
+        del wanted[param.ds_id]
     return gathered
 
 
@@ -285,10 +283,11 @@ def is_secondary(device: torch.device, group: dist.ProcessGroup | None) -> bool:
 
     Such groups are inside a node (``zero_hpz_partition_size``). The host need not wait there for sizes.
     """
-    wanted, members = _wanted.get(), group_state(group)
+    wanted, members = hints.current().parameters, group_state(group)
     if not wanted or members is None or not members.streams(device.type):
         return False
-    return wanted[0].ds_secondary_tensor is not None and wanted[0].ds_zero_param_process_group is group
+    first = next(iter(wanted.values()))
+    return first.ds_secondary_tensor is not None and first.ds_zero_param_process_group is group
 
 
 def base_of(params: Sequence[Any], dtype: torch.dtype) -> comm.SharedBase | None:
