@@ -298,17 +298,13 @@ def _load_kernels(config: ZipcclConfig) -> None:
             kernels.route(kernels.preferred(config.route, "cuda"), "cuda")
 
 
-def _without(load: Callable[[], object]) -> dict[int, str]:
-    """Return the ranks on which ``load`` finds no kernels, with their reasons: the other ranks would wait for them. A collective of all
-    ranks; blocks."""
+def _ranks_lack(load: Callable[[], object], what: str) -> str:
+    """Return a sentence about the ranks on which ``load`` finds no kernels, with the reason of the first; "" where all have them. The other
+    ranks would wait for them. A collective of all ranks; blocks."""
     told = topology.tell(resolve_group(None), kernels.lacking(load))
-    return {rank: said for rank, said in told.items() if said}
-
-
-def _ranks_lack(missing: Mapping[int, str], what: str) -> str:
-    """Return a sentence about the ranks of :func:`_without`, with the reason of the first."""
-    rank, said = next(iter(missing.items()))
-    return f"ranks {sorted(missing)} {what}; rank {rank}: {said}"
+    missing = {rank: said for rank, said in told.items() if said}
+    rank, said = next(iter(missing.items()), (0, ""))
+    return f"ranks {sorted(missing)} {what}; rank {rank}: {said}" if missing else ""
 
 
 def _check_codecs(config: ZipcclConfig) -> None:
@@ -317,13 +313,11 @@ def _check_codecs(config: ZipcclConfig) -> None:
     Raises:
         RouteUnavailable: a rank lacks them, on all ranks.
     """
-    if not config.lossy or not config.lossy_roles:
-        return
-    missing = _without(lambda: kernels.lossy_route(kernels.preferred(config.route, "cpu"), "cpu", _LOSSY_FUNCTION))
-    if missing:
-        raise kernels.RouteUnavailable(
-            f"{_ranks_lack(missing, 'lack the lossy codecs of the roles')}; {_REMEDY}, or name no lossy codec"
-        )
+    if config.lossy and config.lossy_roles:
+        route = kernels.preferred(config.route, "cpu")
+        what = "lack the lossy codecs of the roles"
+        if why := _ranks_lack(lambda: kernels.lossy_route(route, "cpu", _LOSSY_FUNCTION), what):
+            raise kernels.RouteUnavailable(f"{why}; {_REMEDY}, or name no lossy codec")
 
 
 def _only_with_rows(config: ZipcclConfig) -> ZipcclConfig:
@@ -331,14 +325,9 @@ def _only_with_rows(config: ZipcclConfig) -> ZipcclConfig:
     coded; blocks."""
     if config.rows == "off" or config.mode_of("ep") == "never":
         return config
-    missing = _without(lambda: kernels.row_route(kernels.preferred(config.route, "cpu"), "cpu"))
-    if not missing:
-        return config
-    if torch.distributed.get_rank() == 0:
-        print(
-            f"[ds_zipccl] rows is off: {_ranks_lack(missing, 'have no kernels of row frames')}; {_REMEDY}", flush=True
-        )
-    return replace(config, rows="off")
+    route = kernels.preferred(config.route, "cpu")
+    why = _ranks_lack(lambda: kernels.row_route(route, "cpu"), "have no kernels of row frames")
+    return _switched_off(config, "rows", f"{why}; {_REMEDY}") if why else config
 
 
 def _only_with_kernels(config: ZipcclConfig) -> ZipcclConfig:
@@ -347,12 +336,16 @@ def _only_with_kernels(config: ZipcclConfig) -> ZipcclConfig:
     device, state = _device(), group_state(None)
     if config.nccl == "off" or state is None or state.size == 1 or not state.streams(device.type):
         return config
-    missing = _without(lambda: kernels.route(kernels.preferred(config.route, device.type), device.type))
-    if not missing:
-        return config
-    if state.rank == 0:
-        print(f"[ds_zipccl] nccl is off: {_ranks_lack(missing, 'have no kernels')}", flush=True)
-    return replace(config, nccl="off")
+    route = kernels.preferred(config.route, device.type)
+    why = _ranks_lack(lambda: kernels.route(route, device.type), "have no kernels")
+    return _switched_off(config, "nccl", why) if why else config
+
+
+def _switched_off(config: ZipcclConfig, key: str, why: str) -> ZipcclConfig:
+    """Return the config with ``key`` off; rank 0 says why."""
+    if torch.distributed.get_rank() == 0:
+        print(f"[ds_zipccl] {key} is off: {why}", flush=True)
+    return replace(config, **{key: "off"})  # type: ignore[arg-type]
 
 
 def _device() -> torch.device:
