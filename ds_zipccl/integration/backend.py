@@ -24,7 +24,7 @@ from ds_zipccl.comm.ops import reduce_to_owners
 from ds_zipccl.comm.ops.reduce_to_owners import Owners
 from ds_zipccl.comm.transport import TRANSPORTS
 from ds_zipccl.config import ROLES, ZipcclConfig
-from ds_zipccl.integration import hook_points, moe_calls, start_line, torch_calls
+from ds_zipccl.integration import hints, hook_points, start_line, torch_calls
 from ds_zipccl.integration.hook_points import HookPoint
 from ds_zipccl.integration.job import BYPASSED, Bypass, Job, overriding_section
 from ds_zipccl.integration.lossy import calls as lossy_calls
@@ -36,18 +36,14 @@ from ds_zipccl.policy.admission import PassReason
 from ds_zipccl.telemetry import counters, table
 from ds_zipccl.telemetry.step_log import StepLog
 
+_method = functools.partial(HookPoint, "deepspeed.comm.torch")
 hook_points.declare(
     *(
-        HookPoint("deepspeed.comm.torch", f"TorchBackend.{name}", f"{name} stays plain", first=("self", *op.parameters))
+        _method(f"TorchBackend.{name}", first=("self", *op.parameters), without=f"{name} stays plain")
         for name, op in OPS.items()
         if name != reduce_to_owners.NAME  # no backend of DeepSpeed has it
     ),
-    HookPoint(
-        "deepspeed.comm.torch",
-        "TorchBackend.batch_isend_irecv",
-        "batches of sends stay plain",
-        first=("self", "p2p_op_list"),
-    ),
+    _method("TorchBackend.batch_isend_irecv", first=("self", "p2p_op_list"), without="batches of sends stay plain"),
 )
 #: The collectives that this DeepSpeed has: name -> operation.
 _OFFERED = {
@@ -91,7 +87,7 @@ def _collective(name: str) -> Callable[..., Any]:
             return plain(self, *args, **kwargs)
         if not self.job.config.torch_distributed:
             return coded(self, *args, **kwargs)
-        with torch_calls.seen():
+        with hints.hinting(seen=True):
             return coded(self, *args, **kwargs)
 
     method.coded = coded  # type: ignore[attr-defined]
@@ -101,7 +97,7 @@ def _collective(name: str) -> Callable[..., Any]:
 def _coded(name: str) -> Callable[..., Any]:
     """Return the coded method for one collective."""
     plain, run, parameters = getattr(TorchBackend, name), getattr(comm, name), COLLECTIVES[name]
-    point_to_point, may_have_hint = OPS[name].point_to_point, name in lossy_calls.OPERATIONS
+    point_to_point = OPS[name].point_to_point
     own = next((at for at, key in enumerate(parameters) if key.startswith("input")), 0)
 
     @functools.wraps(plain)
@@ -115,11 +111,7 @@ def _coded(name: str) -> Callable[..., Any]:
         config = self.job.config
         assert config is not None  # only the coded method asks
         more: dict[str, Any] = {"config": config, "role": role}
-        if (
-            may_have_hint
-            and config.lossy_roles
-            and (codec := lossy_calls.take_hint(config, role, name, values[own], op)) is not None
-        ):
+        if config.lossy_roles and (codec := lossy_calls.take_hint(config, role, name, values[own], op)) is not None:
             if isinstance(codec, PowerSum):
                 if not given.get("async_op"):
                     return codec.run(values[0], op, values[2], config, role)
@@ -140,13 +132,13 @@ def _coded(name: str) -> Callable[..., Any]:
                 sent = sent_to_peers(_nbytes(values[0]), values[2])
                 counters.record_pass(role, name, sent, PassReason.SECONDARY.value)
                 return plain(self, *values)
-            more |= gather_parameters(self.job, values[0], values[2])
+            more |= gather_parameters(values[0], values[2])
             if "parts" in more:
                 return comm.gather_parts(*values, **more)
         if name == "all_to_all_single":
-            more["kind"] = moe_calls.kind()
+            more["kind"] = hints.current().kind
         if name == "all_reduce":
-            more["replicated"] = moe_calls.replicated()
+            more["replicated"] = hints.current().replicated
         return run(*values, **more)
 
     return coded
@@ -172,13 +164,13 @@ def _nbytes(tensor: torch.Tensor) -> int:
     return int(tensor.numel() * tensor.element_size())
 
 
-def gather_parameters(job: Job, output: torch.Tensor, group: Any) -> dict[str, Any]:
+def gather_parameters(output: torch.Tensor, group: Any) -> dict[str, Any]:
     """Return what is known of the parameters of a gather into ``output``: the base, and the agreed sizes of their frames; or the parts.
 
     ZeRO-1 and ZeRO-2 gather in place, during optimizer steps: the output still holds the parameters of the previous step. ZeRO-3 gathers
     into new memory.
     """
-    if job.stepping in (1, 2):
+    if hints.current().stepping in (1, 2):
         return {"base": comm.IN_PLACE}
     params = gathers.take_parameters(output, group)
     parts = gathers.parts_of(params, output.dtype)
@@ -192,13 +184,13 @@ def slice_owners(job: Job, tensor: torch.Tensor, op: Any, group: Any, async_op: 
 
     Sums of ZeRO-1 and ZeRO-2 whose owners are not known are counted.
     """
-    owned, reason = buckets.take_owners(tensor, op, group, async_op)
+    owned = buckets.take_owners(tensor, op, group, async_op)
     assert job.config is not None  # only the coded method asks
     if job.config.owner_only == "off":
         return None
-    expected = reason and role == "zero_grad" and job.zero_stages & {1, 2}
+    expected = owned is None and role == "zero_grad" and job.zero_stages & {1, 2}
     if expected and not admission.is_small(_nbytes(tensor), job.config):
-        counters.record_whole(role, "all_reduce", reason)
+        counters.record_whole(role, "all_reduce", buckets.UNKNOWN)
     return owned
 
 
@@ -245,7 +237,7 @@ class ZipcclBackend(TorchBackend):  # type: ignore[misc]
             torch_calls.wrap(self.job)
         profile = None
         if _measurable():
-            if _competing(config):
+            if any(config.mode_of(role) == "auto" for role in ROLES):  # their schedules compete
                 profile = comm.calibrate()
             else:
                 find_nodes()  # sums depend on the nodes, and must not depend on the mode
@@ -254,13 +246,10 @@ class ZipcclBackend(TorchBackend):  # type: ignore[misc]
         if torch.distributed.get_rank() == 0:
             nodes = group_nodes(resolve_group(None))
             covered = start_line.coverage(config, settled)
-            print(start_line.start_line(config, profile, covered, nodes, settled), flush=True)
-            for line in hook_points.lines():
+            first = start_line.start_line(config, profile, covered, nodes, settled)
+            features = start_line.lossy_here(config, unhooked), start_line.fused_line(config)
+            for line in filter(None, (first, *hook_points.lines(), *features)):
                 print(line, flush=True)
-            if config.lossy:
-                print(start_line.lossy_here(config, unhooked), flush=True)
-            if config.fused_embedding:
-                print(start_line.fused_line(config), flush=True)
             atexit.register(table.show, "at the end")
             self.job.step_log = StepLog(config.step_log) if config.step_log else None
 
@@ -309,17 +298,13 @@ def _load_kernels(config: ZipcclConfig) -> None:
             kernels.route(kernels.preferred(config.route, "cuda"), "cuda")
 
 
-def _without(load: Callable[[], object]) -> dict[int, str]:
-    """Return the ranks on which ``load`` finds no kernels, with their reasons: the other ranks would wait for them. A collective of all
-    ranks; blocks."""
+def _ranks_lack(load: Callable[[], object], what: str) -> str:
+    """Return a sentence about the ranks on which ``load`` finds no kernels, with the reason of the first; "" where all have them. The other
+    ranks would wait for them. A collective of all ranks; blocks."""
     told = topology.tell(resolve_group(None), kernels.lacking(load))
-    return {rank: said for rank, said in told.items() if said}
-
-
-def _ranks_lack(missing: Mapping[int, str], what: str) -> str:
-    """Return a sentence about the ranks of :func:`_without`, with the reason of the first."""
-    rank, said = next(iter(missing.items()))
-    return f"ranks {sorted(missing)} {what}; rank {rank}: {said}"
+    missing = {rank: said for rank, said in told.items() if said}
+    rank, said = next(iter(missing.items()), (0, ""))
+    return f"ranks {sorted(missing)} {what}; rank {rank}: {said}" if missing else ""
 
 
 def _check_codecs(config: ZipcclConfig) -> None:
@@ -328,13 +313,11 @@ def _check_codecs(config: ZipcclConfig) -> None:
     Raises:
         RouteUnavailable: a rank lacks them, on all ranks.
     """
-    if not config.lossy or not config.lossy_roles:
-        return
-    missing = _without(lambda: kernels.lossy_route(kernels.preferred(config.route, "cpu"), "cpu", _LOSSY_FUNCTION))
-    if missing:
-        raise kernels.RouteUnavailable(
-            f"{_ranks_lack(missing, 'lack the lossy codecs of the roles')}; {_REMEDY}, or name no lossy codec"
-        )
+    if config.lossy and config.lossy_roles:
+        route = kernels.preferred(config.route, "cpu")
+        what = "lack the lossy codecs of the roles"
+        if why := _ranks_lack(lambda: kernels.lossy_route(route, "cpu", _LOSSY_FUNCTION), what):
+            raise kernels.RouteUnavailable(f"{why}; {_REMEDY}, or name no lossy codec")
 
 
 def _only_with_rows(config: ZipcclConfig) -> ZipcclConfig:
@@ -342,14 +325,9 @@ def _only_with_rows(config: ZipcclConfig) -> ZipcclConfig:
     coded; blocks."""
     if config.rows == "off" or config.mode_of("ep") == "never":
         return config
-    missing = _without(lambda: kernels.row_route(kernels.preferred(config.route, "cpu"), "cpu"))
-    if not missing:
-        return config
-    if torch.distributed.get_rank() == 0:
-        print(
-            f"[ds_zipccl] rows is off: {_ranks_lack(missing, 'have no kernels of row frames')}; {_REMEDY}", flush=True
-        )
-    return replace(config, rows="off")
+    route = kernels.preferred(config.route, "cpu")
+    why = _ranks_lack(lambda: kernels.row_route(route, "cpu"), "have no kernels of row frames")
+    return _switched_off(config, "rows", f"{why}; {_REMEDY}") if why else config
 
 
 def _only_with_kernels(config: ZipcclConfig) -> ZipcclConfig:
@@ -358,12 +336,16 @@ def _only_with_kernels(config: ZipcclConfig) -> ZipcclConfig:
     device, state = _device(), group_state(None)
     if config.nccl == "off" or state is None or state.size == 1 or not state.streams(device.type):
         return config
-    missing = _without(lambda: kernels.route(kernels.preferred(config.route, device.type), device.type))
-    if not missing:
-        return config
-    if state.rank == 0:
-        print(f"[ds_zipccl] nccl is off: {_ranks_lack(missing, 'have no kernels')}", flush=True)
-    return replace(config, nccl="off")
+    route = kernels.preferred(config.route, device.type)
+    why = _ranks_lack(lambda: kernels.route(route, device.type), "have no kernels")
+    return _switched_off(config, "nccl", why) if why else config
+
+
+def _switched_off(config: ZipcclConfig, key: str, why: str) -> ZipcclConfig:
+    """Return the config with ``key`` off; rank 0 says why."""
+    if torch.distributed.get_rank() == 0:
+        print(f"[ds_zipccl] {key} is off: {why}", flush=True)
+    return replace(config, **{key: "off"})  # type: ignore[arg-type]
 
 
 def _device() -> torch.device:
@@ -374,11 +356,6 @@ def _device() -> torch.device:
         return torch.device(name)
     local = int(os.environ.get("LOCAL_RANK", "0"))
     return torch.device("cuda", torch.cuda.current_device() if 0 < torch.cuda.device_count() <= local else local)
-
-
-def _competing(config: ZipcclConfig) -> bool:
-    """Whether the schedules of some role compete."""
-    return any(config.mode_of(role) == "auto" for role in ROLES)
 
 
 def _measurable() -> bool:

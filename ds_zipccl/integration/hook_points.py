@@ -1,5 +1,5 @@
 """Hook points: names of DeepSpeed and torch that this package wraps, and the parameters that it relies on. The tables of points are in
-:mod:`.hooks`, :mod:`.backend` and :mod:`.torch_calls`; the places that a lossy codec needs are in :data:`.lossy.calls.SITES`.
+:mod:`.hooks`, :mod:`.lossy.calls`, :mod:`.backend` and :mod:`.torch_calls`.
 
 A name that is missing, or that takes other parameters, is left as it is. The traffic that the name stands for then stays as DeepSpeed sends
 it, and rank 0 says so in a line at the start.
@@ -8,19 +8,15 @@ it, and rank 0 says so in a line at the start.
 from __future__ import annotations
 
 import functools
+import importlib
 import importlib.metadata
 import inspect
 import sys
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
-
-_T = TypeVar("_T")
-_F = TypeVar("_F", bound=Callable[..., Any])
 
 #: Attribute of a function that this package has put in place of another.
 MARK = "ds_zipccl"
@@ -28,7 +24,7 @@ _ABSENT = object()
 _NO_GRAPH = (
     "ds_zipccl codes collectives outside of compiled graphs: compile without fullgraph=True, or run with DS_ZIPCCL=0"
 )
-_functions: list[Callable[..., Any]] = []
+_untraced: list[Callable[..., Any]] = []
 _skipping = False
 
 
@@ -37,24 +33,26 @@ class HookPoint:
     """A name that this package reads, replaces or wraps.
 
     ``owner``: the module of the name. ``name``: a function, "Class.method", or "Class.TABLE.Key" for an entry of a dict whose keys are
-    classes. ``without``: the traffic that stays plain without the name, a clause. ``around``: called in place of the function, with the
-    function as its first argument; None: the function is not wrapped. ``first``: names of the leading parameters; ``named``: names of
-    further parameters. ``guards``: features that are off without the name, see :func:`lacking`. ``optional``: some versions do without
-    the name, and without the change that the name stands for. ``together``: points with one value are wrapped all or none. ``copies``:
-    modules that may have copied the name. ``untraced``: torch.compile does not trace ``around``, see :func:`untraced_frame`.
+    classes. ``around``: called in place of the function, with the function as its first argument; None: the function is not wrapped.
+    ``first``: names of the leading parameters; ``named``: names of further parameters. ``without``: the traffic that stays plain without
+    the name, a clause; "" where the start-up line about lossy roles alone says it. ``guards``: features that are off without the name, see
+    :func:`lacking`. ``optional``: some versions do without the name, and without the change that the name stands for. ``together``: points
+    with one value are wrapped all or none. ``copies``: modules that may have copied the name. ``untraced``: torch.compile does not trace
+    ``around``, see :func:`skip_frames`. ``roles``: of the calls that a lossy codec may change because ``around`` gives a hint of them.
     """
 
     owner: str
     name: str
-    without: str
     around: Callable[..., Any] | None = None
     first: tuple[str, ...] = ("self",)
     named: tuple[str, ...] = ()
+    without: str = ""
     guards: tuple[str, ...] = ()
     optional: bool = False
     together: str = ""
     copies: tuple[str, ...] = ()
     untraced: bool = False
+    roles: tuple[str, ...] = ()
 
 
 #: Features that a name may guard. "versions": agreements on ZeRO-3's parameters, which need to learn of all changes. "bases": bases of
@@ -102,17 +100,38 @@ def lacking(guard: str) -> str:
 
 def problems() -> dict[str, str]:
     """Return the points that do not fit, by module and name, each with its problem and the traffic that stays plain."""
-    return {f"{POINTS[name].owner}.{name}": f"{problem}: {POINTS[name].without}" for name, problem in _unfit.items()}
+    return {
+        f"{point.owner}.{name}": f"{problem}: {point.without}"
+        for name, problem in _unfit.items()
+        if (point := POINTS[name]).without
+    }
 
 
 def lines() -> list[str]:
     """Return a line for each point that does not fit; every line once."""
-    new = [name for name in _unfit if name not in _said]
+    new = [name for name in _unfit if name not in _said and POINTS[name].without]
     _said.update(new)
     return [
         f"[ds_zipccl] {_release(POINTS[name].owner)} {_unfit[name]} in {POINTS[name].owner}: {POINTS[name].without}; training goes on"
         for name in new
     ]
+
+
+def unwrapped(role: str) -> list[str]:
+    """Return the names of the points of a role whose functions are not wrapped, with the reason where the function is there.
+
+    Imports their modules, which wraps the functions.
+    """
+    found = []
+    for point in (point for point in POINTS.values() if role in point.roles):
+        try:
+            module: Any = importlib.import_module(point.owner)
+        except ImportError:
+            module = None
+        function = _member(_holder(module, point.name), point.name.rpartition(".")[2])
+        if not hasattr(function, MARK):
+            found.append(point.name if function is _ABSENT else f"{point.name} as this package knows it")
+    return found
 
 
 def declare(*points: HookPoint) -> None:
@@ -130,62 +149,30 @@ def adopt(module: Any, owner: str = "") -> None:
 
 
 def surround(name: str, holder: Any) -> None:
-    """Wrap the function of ``holder`` at the point ``name``: a module, a class or a subclass, or a dict whose keys are classes. Repeating
-    does nothing, nor does a name that :func:`fitting` refuses."""
+    """Wrap the function of ``holder`` at the point ``name``: a module, a class or a subclass, where the function may be static, or a dict
+    whose keys are classes. :data:`MARK` is on the wrapper. Repeating does nothing, nor does a name that :func:`fitting` refuses."""
     point, original = POINTS[name], fitting(name, holder)
-    if point.around is None or original is None or hasattr(original, MARK):
+    around, last = point.around, name.rpartition(".")[2]
+    if around is None or original is None or hasattr(original, MARK):
         return
-    last, wrapper = name.rpartition(".")[2], surrounded(original, point.around, untraced=point.untraced)
-    put(holder, last, wrapper)
-    for copy in point.copies:
-        if getattr(sys.modules.get(copy), last, None) is original:
-            setattr(sys.modules[copy], last, wrapper)
-
-
-def surrounded(
-    original: Callable[..., Any], around: Callable[..., Any], *, untraced: bool = False
-) -> Callable[..., Any]:
-    """Return a function that calls ``around`` with ``original`` and its own arguments. :data:`MARK` is on it."""
 
     @functools.wraps(original)
     def method(*args: Any, **kwargs: Any) -> Any:
         return around(original, *args, **kwargs)
 
     setattr(method, MARK, True)
-    if untraced:
-        untraced_frame(around)
-        untraced_frame(method)
-    return method
-
-
-def put(holder: Any, name: str, function: Callable[..., Any]) -> None:
-    """Replace the member ``name`` of a module, an object or a class, where it may be static, or the entry of a dict whose keys are
-    classes."""
+    if point.untraced:
+        _untraced.extend((around, method))
+        if _skipping:
+            skip_frames()
     if isinstance(holder, dict):
-        holder[next(key for key in holder if key.__name__ == name)] = function
-        return
-    static = isinstance(inspect.getattr_static(holder, name, None), staticmethod)
-    setattr(holder, name, staticmethod(function) if static else function)
-
-
-@contextmanager
-def setting(variable: ContextVar[_T], value: _T) -> Iterator[None]:
-    """Let ``variable`` have ``value`` in the ``with`` block."""
-    token = variable.set(value)
-    try:
-        yield
-    finally:
-        variable.reset(token)
-
-
-def during(variable: ContextVar[_T], value: _T) -> Callable[..., Any]:
-    """Return a function for :attr:`HookPoint.around` during whose calls ``variable`` has ``value``."""
-
-    def around(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        with setting(variable, value):
-            return original(*args, **kwargs)
-
-    return around
+        holder[next(key for key in holder if key.__name__ == last)] = method
+    else:
+        static = isinstance(inspect.getattr_static(holder, last, None), staticmethod)
+        setattr(holder, last, staticmethod(method) if static else method)
+    for copy in point.copies:
+        if getattr(sys.modules.get(copy), last, None) is original:
+            setattr(sys.modules[copy], last, method)
 
 
 _signature = functools.cache(inspect.signature)
@@ -262,21 +249,15 @@ def _release(owner: str) -> str:
 # A function that decides which messages travel must therefore run alike in compiled programs and in others.
 
 
-def untraced_frame(function: _F) -> _F:
-    """Return ``function``, which :func:`skip_frames` covers. Functions that it calls may be compiled."""
-    _functions.append(function)
-    if _skipping:
-        _skip(function)
-    return function
-
-
 def skip_frames() -> None:
-    """Keep torch.compile out of all functions of :func:`untraced_frame` from now on. Imports torch's compiler, which takes seconds: only
-    jobs that code messages call."""
+    """Keep torch.compile out of the functions of all points with ``untraced`` from now on; functions that they call may be compiled.
+    Imports torch's compiler, which takes seconds: only jobs that code messages call."""
     global _skipping
     _skipping = True
-    for function in _functions:
-        _skip(function)
+    for function in _untraced:
+        torch.compiler.disable(
+            function, recursive=False
+        )  # marks the code of the function, and returns the function itself
 
 
 def outside_graphs(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -284,7 +265,3 @@ def outside_graphs(function: Callable[..., Any]) -> Callable[..., Any]:
     disable = torch.compiler.disable
     why = {"reason": _NO_GRAPH} if "reason" in inspect.signature(disable).parameters else {}  # torch 2.7 and later
     return disable(function, **why)  # type: ignore[no-any-return, no-untyped-call]
-
-
-def _skip(function: Callable[..., Any]) -> None:
-    torch.compiler.disable(function, recursive=False)  # marks the code of the function, and returns the function itself

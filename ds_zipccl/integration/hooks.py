@@ -13,12 +13,11 @@ from deepspeed.comm.torch import TorchBackend
 
 from ds_zipccl.comm import engine as comm_engine
 from ds_zipccl.config import SECTION, ConfigError, ZipcclConfig, near_misses, parse_section
-from ds_zipccl.integration import bypassed, hook_points, moe_calls, roles
+from ds_zipccl.integration import bypassed, hints, hook_points, moe_calls
 from ds_zipccl.integration.backend import ZipcclBackend
 from ds_zipccl.integration.bypassed import Facts
 from ds_zipccl.integration.hook_points import HookPoint
 from ds_zipccl.integration.job import Job, overriding_section
-from ds_zipccl.integration.lossy import calls as lossy_calls
 from ds_zipccl.integration.lossy import checkpoints, fused_embedding, pipeline, powersgd
 from ds_zipccl.integration.lossy import state as lossy_state
 from ds_zipccl.integration.zero import buckets, gathers, versions
@@ -33,7 +32,6 @@ _WITHOUT_STEPS = "DeepSpeedZeRoOffload"
 def adopt(module: Any) -> None:
     """Adjust one of DeepSpeed's modules right after its execution. Repeating does nothing."""
     hook_points.adopt(module)
-    lossy_calls.watch(module)
     if module.__name__ == _PARTITION:
         gathers.learn_dtype(module)
     if module.__name__ == _COMM:
@@ -147,8 +145,9 @@ def _take_step(original: Callable[..., Any], engine: Any, *args: Any, **kwargs: 
         return original(engine, *args, **kwargs)
     # Read before the step: at its end the scheduler sets the rates of the next step.
     rates = [float(rate) for rate in engine.get_lr()] if job.step_log is not None else []
+    stage = engine.zero_optimization_stage()
     try:
-        with job.step(engine.zero_optimization_stage()), lossy_state.stepping(engine, job.config.lossy_roles):
+        with hints.hinting(stepping=stage), lossy_state.stepping(engine, job.config.lossy_roles):
             result = original(engine, *args, **kwargs)
     finally:  # also where the step fails on this rank alone: the other ranks forget too
         comm_engine.forget_repeats()
@@ -236,156 +235,116 @@ _AUTO_EP = "deepspeed.module_inject.auto_ep_layer"
 
 _NOTHING = "nothing is coded"
 _NO_LOG = "its summary has no bytes of coded calls"
+_NO_GROUPS = "groups of the model's layers have the role of data parallelism, and all roles stay exact"
+_NO_STEPS = "gathers of ZeRO-1 and ZeRO-2 are coded without differences, there are no step log and no events, and all roles stay exact"
+_NO_STATE = "checkpoints have no state of lossy codecs"
+_ONE_BY_ONE = "a save of weights in one file agrees on bases module by module"
 _NO_BASES = "gathers of ZeRO-3 are coded without bases and agreed sizes"
+_NOT_SINGLE = "gathers of single parameters of ZeRO-3 are coded without bases and agreed sizes"
 _NO_SIZES = "gathers of ZeRO-3 are coded without agreed sizes and without differences by versions"
+_NO_OWNERS = "sums of gradients of ZeRO-1 and ZeRO-2 go to all ranks, not to their owners only"
 _NO_FUSING = "no gradients of tied layers are fused"
 _EXACT = "all roles stay exact"
 _NO_KINDS = "exchanges of experts are coded without their kinds"
 _WHOLE = "its sums are coded as sums of different tensors"
 _NO_MUON = "Muon's gathers of gradients and momenta have the roles of other gathers"
 
-_of_comm = functools.partial(HookPoint, _COMM)
+_of_comm = functools.partial(HookPoint, _COMM, without=_NOTHING, together="backend")
+_of_log = functools.partial(HookPoint, _COMM, without=_NO_LOG, together="logger")
 _of_engine = functools.partial(HookPoint, _ENGINE)
+_of_params = functools.partial(HookPoint, _PARTITION)
 _of_versions = functools.partial(HookPoint, without=_NO_SIZES, guards=("versions",))
-_of_pipeline = functools.partial(HookPoint, _PIPELINE)
+_of_pipeline = functools.partial(HookPoint, _PIPELINE, without=_EXACT, guards=("lossy",))
 _of_fusing = functools.partial(HookPoint, without=_NO_FUSING, guards=("fused",))
+#: Muon's update gathers gradients and momenta, never parameters.
+_of_muon = functools.partial(
+    HookPoint, around=hints.during(role="zero_grad"), without=_NO_MUON, optional=True, untraced=True
+)
 _of_layer = functools.partial(HookPoint, without=_NO_KINDS, untraced=True)
+#: In the backward of the gather that restores routed rows, each rank of AutoEP + AutoTP folding has the same gradient, and after the
+#: backward pass the same gradients of parameters that are not split. DeepSpeed adds both over the tensor group all the same.
+_of_equal = functools.partial(HookPoint, around=hints.during(replicated=True), without=_WHOLE, untraced=True)
 
 #: The points of DeepSpeed's modules, with the functions that are called in place of DeepSpeed's.
 hook_points.declare(
-    _of_comm("TorchBackend", _NOTHING, first=(), together="backend"),
-    _of_comm("cdb", _NOTHING, first=(), together="backend"),
-    _of_comm("configure", _NOTHING, _configure, ("deepspeed_config",), together="backend", copies=("deepspeed.comm",)),
-    _of_comm("comms_logger.log_all", _NO_LOG, _summarize, (), ("print_log", "return_dict"), together="logger"),
-    _of_comm("comms_logger.reset_data", _NO_LOG, _reset_log, (), together="logger"),
-    _of_engine(
-        "DeepSpeedEngine._configure_distributed_model",
-        "groups of the model's layers have the role of data parallelism, and all roles stay exact",
-        _learn_groups,
-        guards=("lossy",),
-    ),
-    _of_engine("DeepSpeedEngine._configure_zero_optimizer", _NO_BASES, _configure_zero),
-    _of_engine(
-        "DeepSpeedEngine._take_model_step",
-        "gathers of ZeRO-1 and ZeRO-2 are coded without differences, there are no step log and no events, and all roles stay exact",
-        _take_step,
-        guards=("lossy",),
-    ),
-    _of_engine(
-        "DeepSpeedEngine.save_checkpoint",
-        "checkpoints have no state of lossy codecs",
-        _save_checkpoint,
-        ("self", "save_dir", "tag"),
-    ),
+    _of_comm("TorchBackend", first=()),
+    _of_comm("cdb", first=()),
+    _of_comm("configure", _configure, ("deepspeed_config",), copies=("deepspeed.comm",)),
+    _of_log("comms_logger.log_all", _summarize, (), ("print_log", "return_dict")),
+    _of_log("comms_logger.reset_data", _reset_log, ()),
+    _of_engine("DeepSpeedEngine._configure_distributed_model", _learn_groups, without=_NO_GROUPS, guards=("lossy",)),
+    _of_engine("DeepSpeedEngine._configure_zero_optimizer", _configure_zero, without=_NO_BASES),
+    _of_engine("DeepSpeedEngine._take_model_step", _take_step, without=_NO_STEPS, guards=("lossy",)),
+    _of_engine("DeepSpeedEngine.save_checkpoint", _save_checkpoint, ("self", "save_dir", "tag"), without=_NO_STATE),
     _of_engine(
         "DeepSpeedEngine.load_checkpoint",
-        f"{_NO_SIZES}, and {_EXACT}",
         _load_checkpoint,
         ("self", "load_dir", "tag"),
+        without=f"{_NO_SIZES}, and {_EXACT}",
         guards=("versions", "lossy"),
     ),
-    _of_engine(
-        "DeepSpeedEngine._zero3_consolidated_16bit_state_dict",
-        "a save of weights in one file agrees on bases module by module",
-        _save_weights,
-    ),
-    _of_engine("DeepSpeedEngine.destroy", "bases are freed with the process", _destroy),
-    _of_fusing(
-        _ENGINE,
-        "DeepSpeedEngine._reduce_non_expert_gradients",
-        around=fused_embedding.leave_out,
-        first=("self", "grads"),
-    ),
-    HookPoint(
-        _PARTITION,
+    _of_engine("DeepSpeedEngine._zero3_consolidated_16bit_state_dict", _save_weights, without=_ONE_BY_ONE),
+    _of_engine("DeepSpeedEngine.destroy", _destroy, without="bases are freed with the process"),
+    _of_fusing(_ENGINE, "DeepSpeedEngine._reduce_non_expert_gradients", fused_embedding.leave_out, ("self", "grads")),
+    _of_params(
         "get_allgather_dtype",
-        _NO_SIZES,
         first=("param", "param_ds_tensor"),
+        without=_NO_SIZES,
         guards=("versions", "bases"),
         optional=True,
     ),
-    HookPoint(
-        _PARTITION,
+    _of_params(
         "Init._convert_to_deepspeed_param",
-        _NO_BASES,
         versions.convert,
         ("self", "param"),
+        without=_NO_BASES,
         guards=("versions", "bases"),
     ),
-    HookPoint(
-        _PARTITION,
-        "Init._all_gather",
-        "gathers of single parameters of ZeRO-3 are coded without bases and agreed sizes",
-        gathers.gather_single,
-        ("self", "param_list"),
-    ),
+    _of_params("Init._all_gather", gathers.gather_single, ("self", "param_list"), without=_NOT_SINGLE),
+    _of_versions(_PARTITION, "Init._partition", gathers.partition, ("self", "param_list", "force", "has_been_updated")),
+    _of_versions(_PARTITION, "GatheredParameters.__enter__", versions.enter_gathered),
     _of_versions(
-        _PARTITION,
-        "Init._partition",
-        around=gathers.partition,
-        first=("self", "param_list", "force", "has_been_updated"),
+        _STAGE3, "DeepSpeedZeRoOffload.pre_sub_module_forward_function", versions.fetch, ("self", "sub_module")
     ),
-    _of_versions(_PARTITION, "GatheredParameters.__enter__", around=versions.enter_gathered),
-    _of_versions(
-        _STAGE3,
-        "DeepSpeedZeRoOffload.pre_sub_module_forward_function",
-        around=versions.fetch,
-        first=("self", "sub_module"),
-    ),
-    _of_versions(_STAGE3, "DeepSpeedZeroOptimizer_Stage3.step", around=versions.step),
-    _of_versions(_STAGE3, "DeepSpeedZeroOptimizer_Stage3.load_state_dict", around=versions.load),
+    _of_versions(_STAGE3, "DeepSpeedZeroOptimizer_Stage3.step", versions.step),
+    _of_versions(_STAGE3, "DeepSpeedZeroOptimizer_Stage3.load_state_dict", versions.load),
     # set_local_hp_param is no call of all ranks: it counts as a write to the shard.
     _of_versions(
         _STAGE3,
         "DeepSpeedZeroOptimizer_Stage3.set_full_hp_param",
-        around=versions.set_param,
-        first=("self", "value", "param", "optim_state_key"),
+        versions.set_param,
+        ("self", "value", "param", "optim_state_key"),
         optional=True,
     ),
     HookPoint(
         _ZERO12,
         "DeepSpeedZeroOptimizer.allreduce_and_copy_with_multiple_ranks",
-        "sums of gradients of ZeRO-1 and ZeRO-2 go to all ranks, not to their owners only",
         buckets.reduce,
         ("self", "small_bucket"),
         ("process_group", "bucket_ranks"),
+        _NO_OWNERS,
     ),
-    *(
-        HookPoint(owner, name, _NO_MUON, roles.in_muon, optional=True, untraced=True)
-        for owner, name in (
-            (_STAGE3, "DeepSpeedZeroOptimizer_Stage3._apply_muon_to_accumulated_grads"),
-            (_ZERO12, "DeepSpeedZeroOptimizer._apply_muon_updates_cpu_offload"),
-        )
+    _of_muon(_STAGE3, "DeepSpeedZeroOptimizer_Stage3._apply_muon_to_accumulated_grads"),
+    _of_muon(_ZERO12, "DeepSpeedZeroOptimizer._apply_muon_updates_cpu_offload"),
+    _of_pipeline(
+        "PipelineEngine.__init__", _start_pipeline, without=f"{_NO_FUSING}, and {_EXACT}", guards=("fused", "lossy")
     ),
-    _of_pipeline("PipelineEngine.__init__", f"{_NO_FUSING}, and {_EXACT}", _start_pipeline, guards=("fused", "lossy")),
-    _of_pipeline("PipelineEngine.train_batch", _EXACT, _train_batch, guards=("lossy",)),
-    _of_pipeline("PipelineEngine.reset_activation_shape", _EXACT, _reset_shapes, guards=("lossy",)),
-    _of_fusing(_PIPELINE, "PipelineEngine._INSTRUCTION_MAP.ReduceTiedGrads", around=fused_embedding.reduce_tied),
-    _of_fusing(_PIPELINE, "PipelineEngine._INSTRUCTION_MAP.ReduceGrads", around=fused_embedding.reduce_others),
+    _of_pipeline("PipelineEngine.train_batch", _train_batch),
+    _of_pipeline("PipelineEngine.reset_activation_shape", _reset_shapes),
+    _of_fusing(_PIPELINE, "PipelineEngine._INSTRUCTION_MAP.ReduceTiedGrads", fused_embedding.reduce_tied),
+    _of_fusing(_PIPELINE, "PipelineEngine._INSTRUCTION_MAP.ReduceGrads", fused_embedding.reduce_others),
     *(
-        _of_layer(owner, name, around=around, first=first, together=owner)
+        point
         for owner, layer, exchange in ((_MOE, "MOELayer", "_AllToAll"), (_AUTO_EP, "AutoEPMoELayer", "_AllToAllV"))
-        for name, around, first in (
-            (f"{layer}.forward", moe_calls.forward_layer, ("self",)),
-            (f"{exchange}.forward", moe_calls.forward_exchange, ("ctx",)),
-            (f"{exchange}.backward", moe_calls.backward_exchange, ("ctx",)),
+        for point in (
+            _of_layer(owner, f"{layer}.forward", moe_calls.forward_layer, together=owner),
+            _of_layer(
+                owner, f"{exchange}.forward", moe_calls.forward_exchange, ("ctx",), together=owner, roles=("ep",)
+            ),
+            _of_layer(owner, f"{exchange}.backward", moe_calls.backward_exchange, ("ctx",), together=owner),
         )
     ),
-    HookPoint(
-        "deepspeed.moe.ep_tp_dispatch",
-        "_AllGatherVariableRows.backward",
-        _WHOLE,
-        moe_calls.sum_replicated,
-        ("ctx",),
-        untraced=True,
-    ),
-    HookPoint(
-        "deepspeed.module_inject.auto_ep_folding",
-        "reduce_autoep_folding_gradient",
-        _WHOLE,
-        moe_calls.sum_replicated,
-        (),
-        copies=(_ENGINE,),  # the engine may have copied the name already
-        untraced=True,
-    ),
+    _of_equal("deepspeed.moe.ep_tp_dispatch", "_AllGatherVariableRows.backward", first=("ctx",)),
+    # the engine may have copied the name already
+    _of_equal("deepspeed.module_inject.auto_ep_folding", "reduce_autoep_folding_gradient", first=(), copies=(_ENGINE,)),
 )

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from datetime import timedelta
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -15,8 +13,9 @@ import torch.distributed as dist
 from ds_zipccl import __version__
 from ds_zipccl.comm import engine as comm_engine
 from ds_zipccl.comm.group_state import group_size, resolve_group
+from ds_zipccl.comm.transport.protocol import timeout_of
 from ds_zipccl.config import SECTION, ConfigError, ZipcclConfig, environment_section, parse_section
-from ds_zipccl.integration import config_agreement, moe_calls, roles
+from ds_zipccl.integration import config_agreement, hints, roles
 from ds_zipccl.ops import OPS
 from ds_zipccl.policy.admission import PassReason
 from ds_zipccl.telemetry import counters
@@ -54,15 +53,16 @@ BYPASSED = {
 }
 
 
+@dataclass(slots=True)
 class _Tally:
     """Calls of one operation and group that passed for ``reason``, and the bytes of their outputs, not counted yet; no reason: calls go the
     usual way. ``share``: bytes sent over bytes of the output."""
 
-    __slots__ = ("calls", "nbytes", "reason", "role", "share")
-
-    def __init__(self, role: str, share: float, reason: PassReason | None) -> None:
-        self.role, self.share, self.reason = role, share, reason
-        self.calls = self.nbytes = 0
+    role: str
+    share: float
+    reason: PassReason | None
+    calls: int = 0
+    nbytes: int = 0
 
 
 class Bypass:
@@ -87,7 +87,7 @@ class Bypass:
         if not isinstance(output, torch.Tensor) or output.device.type != self._device:
             return False
         group = args[place] if len(args) > place else kwargs.get("group")
-        key = (name, group, moe_calls.kind())
+        key = (name, group, hints.current().kind)
         tally = self._tallies.get(key)
         if tally is None:
             tally = self._tallies[key] = self._begin(name, group)
@@ -125,8 +125,6 @@ class Job:
     section: str | None = None
     #: ZeRO stages of the engines of this process.
     zero_stages: frozenset[int] = frozenset()
-    #: ZeRO stage of the engine that is taking an optimizer step; 0: no engine is.
-    stepping: int = 0
     #: Groups that were learned from layers of the engines' models, and from calls of torch.distributed -> their roles.
     groups: WeakKeyDictionary[dist.ProcessGroup, str] = field(default_factory=WeakKeyDictionary)
     #: The step log of rank 0, if the section names a file.
@@ -154,7 +152,9 @@ class Job:
         chosen = section if override is None else override
         text = config_agreement.canonical(chosen)
         if dist.get_world_size() > 1:
-            config_agreement.agree(text, _timeout())
+            group = resolve_group(None)
+            device, _ = dist.get_backend_config(group).split(",")[0].split(":")
+            config_agreement.agree(text, timeout_of(group, torch.device(device)))
         if text in (config_agreement.ABSENT, self.section):
             return None
         config = parse_section(chosen)
@@ -167,15 +167,6 @@ class Job:
         if not config.enabled and "enabled" not in (chosen or {}) and dist.get_rank() == 0:
             print(f'[ds_zipccl {__version__}] off: "{SECTION}" has no key "enabled"; add "enabled": true', flush=True)
         return config if config.enabled else None
-
-    @contextmanager
-    def step(self, stage: int) -> Iterator[None]:
-        """Surround an optimizer step of an engine with ZeRO stage ``stage``."""
-        self.stepping = stage
-        try:
-            yield
-        finally:
-            self.stepping = 0
 
     def tell(self, lines: Iterable[str]) -> None:
         """Print lines on rank 0, each once, if the job codes messages."""
@@ -199,15 +190,3 @@ class Job:
         if role and group is not dist.group.WORLD:
             self.groups[group] = role
         return role
-
-
-def _timeout() -> timedelta:
-    """Return the time that the job's collectives wait for a rank."""
-    group = resolve_group(None)
-    devices = dict(pair.split(":") for pair in dist.get_backend_config(group).split(","))
-    default: timedelta = dist.distributed_c10d.default_pg_timeout
-    try:
-        found: timedelta = getattr(group._get_backend(torch.device(next(iter(devices)))).options, "_timeout", default)
-    except (AttributeError, RuntimeError):  # a backend without options
-        return default
-    return found

@@ -5,13 +5,12 @@ from __future__ import annotations
 import importlib
 import sys
 from collections.abc import Iterator, Mapping
-from contextvars import ContextVar
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from ds_zipccl.integration import hook_points
+from ds_zipccl.integration import hints
 
 P2P = ("send", "recv", "isend", "irecv")
 #: Operations by which ZeRO gathers parameters: with torch 1.13 and later it gathers no lists.
@@ -29,10 +28,6 @@ _OF_MPU = {
     "get_data_parallel_group": "dp",
     "get_sequence_data_parallel_group": "dp",
 }
-#: The role of the calls over data that the running method of DeepSpeed makes, whatever their names; "" in all other methods.
-_of_method: ContextVar[str] = ContextVar("ds_zipccl_role", default="")
-#: Around methods of Muon's update: ZeRO gathers gradients and momenta there, never parameters.
-in_muon = hook_points.during(_of_method, "zero_grad")
 _ULYSSES = "deepspeed.runtime.sequence_parallel.parallel_state_sp"
 
 
@@ -50,7 +45,7 @@ def role_of(name: str, group: Any, with_zero: bool, learned: Mapping[Any, str] |
         return kind
     if name.startswith("all_to_all") and not kind:
         return "ep" if group is None else "sp"
-    if role := _of_method.get():
+    if role := hints.current().role:
         return role
     if name in ("broadcast", "all_gather", "gather", "scatter") or not with_zero:
         return "dp"

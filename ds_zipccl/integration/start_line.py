@@ -42,8 +42,7 @@ class Group:
 
 def coverage(config: ZipcclConfig, settled: Settled | None = None) -> str:
     """Describe the traffic of the groups that this job has made so far, as far as this rank is in them; see :func:`describe`."""
-    accelerator = importlib.import_module("deepspeed.accelerator").get_accelerator()
-    return describe(_groups(), accelerator.device_name(), config, settled)
+    return describe(_groups(), device_here()[0], config, settled)
 
 
 def coverage_here(config: ZipcclConfig) -> str:
@@ -128,10 +127,9 @@ def _count(number: int) -> str:
     return "" if number == 1 else f" ({number} groups)"
 
 
-def lossy_here(config: ZipcclConfig, unhooked: Mapping[str, str] = MappingProxyType({})) -> str:
+def lossy_here(config: ZipcclConfig, unhooked: Mapping[str, str]) -> str:
     """Return the line about the lossy roles of a config on the groups that this job has made so far; see :func:`lossy_line`."""
-    accelerator = importlib.import_module("deepspeed.accelerator").get_accelerator()
-    return lossy_line(_groups(), accelerator.device_name(), config, unhooked)
+    return lossy_line(_groups(), device_here()[0], config, unhooked)
 
 
 def lossy_line(

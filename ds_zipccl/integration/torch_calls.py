@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import functools
 import sys
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -18,7 +16,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from ds_zipccl import comm
-from ds_zipccl.integration import hook_points
+from ds_zipccl.integration import hints, hook_points
 from ds_zipccl.integration.hook_points import HookPoint
 from ds_zipccl.integration.job import BYPASSED, Job
 
@@ -37,40 +35,8 @@ CALLS = {
     "reduce_scatter_tensor": _SCATTER,
     "_reduce_scatter_base": _SCATTER,
 }
-hook_points.declare(
-    *(
-        HookPoint(
-            "torch.distributed",
-            f"distributed.{name}",
-            f"direct calls of {name} stay plain",
-            first=parameters,
-            optional=name.startswith("_"),  # former names
-        )
-        for name, (_, parameters) in CALLS.items()
-    )
-)
 _DEFAULTS = {"op": dist.ReduceOp.SUM, "group": None, "async_op": False}
-
-
-class _State(threading.local):
-    """Whether this thread is inside of a call that was seen. Its own calls of torch.distributed may come by way of other modules:
-    DeepSpeed's backend, or a program that traces torch.distributed."""
-
-    inside = False
-
-
-_state = _State()
 _job: Job | None = None
-
-
-@contextmanager
-def seen() -> Iterator[None]:
-    """Surround a call that was seen: calls of torch.distributed in this thread go on to torch's functions."""
-    before, _state.inside = _state.inside, True
-    try:
-        yield
-    finally:
-        _state.inside = before
 
 
 def wrap(job: Job) -> None:
@@ -78,18 +44,15 @@ def wrap(job: Job) -> None:
     parallel. Repeating does nothing but replace the job."""
     global _job
     _job = job
-    for name in CALLS:
-        original = hook_points.fitting(f"distributed.{name}", dist)
-        if original is not None and not hasattr(original, hook_points.MARK):
-            setattr(dist, name, _wrapped(name, original))
+    hook_points.adopt(torch, "torch.distributed")
 
 
-def _wrapped(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+def _around(name: str) -> Callable[..., Any]:
     op, parameters = CALLS[name]
     defaults = {key: value for key, value in _DEFAULTS.items() if key in parameters}
     run = getattr(comm, op)
 
-    def coded(*args: Any, **kwargs: Any) -> Any:
+    def coded(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         given = {**defaults, **dict(zip(parameters, args, strict=False)), **kwargs}
         group = given["group"]
         role = "" if group is None or _job is None or _job.config is None else _job.model_parallel_role(group)
@@ -100,24 +63,37 @@ def _wrapped(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
         assert _job is not None
         values = [given[key] for key in parameters]
         plain = functools.partial(original, *args, **kwargs)
-        with seen():
+        with hints.hinting(seen=True):
             if op in BYPASSED and _job.bypass is not None and _job.bypass.takes(op, values, {}):
                 return plain()
             return run(*values, config=_job.config, role=role, uncompressed_call=plain)
 
-    @functools.wraps(original)
-    def call(*args: Any, **kwargs: Any) -> Any:
+    def around(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_dynamo_compiling():
             # on all ranks, those included that have stopped compiling
-            return hook_points.outside_graphs(coded)(*args, **kwargs)
-        if _state.inside or _caller().startswith(_WITHIN):
+            return hook_points.outside_graphs(coded)(original, *args, **kwargs)
+        if hints.current().seen or _caller().startswith(_WITHIN):
             return original(*args, **kwargs)
-        return coded(*args, **kwargs)
+        return coded(original, *args, **kwargs)
 
-    setattr(call, hook_points.MARK, True)
-    return call
+    return around
 
 
 def _caller() -> str:
-    """Return the name of the module that called the function that calls this one."""
-    return str(sys._getframe(2).f_globals.get("__name__", ""))
+    """Return the name of the module that called the wrapper of the function that calls this one."""
+    return str(sys._getframe(3).f_globals.get("__name__", ""))
+
+
+hook_points.declare(
+    *(
+        HookPoint(
+            "torch.distributed",
+            f"distributed.{name}",
+            _around(name),
+            parameters,
+            without=f"direct calls of {name} stay plain",
+            optional=name.startswith("_"),  # former names
+        )
+        for name, (_, parameters) in CALLS.items()
+    )
+)

@@ -15,7 +15,7 @@ import torch
 from ds_zipccl.comm import engine as comm_engine
 from ds_zipccl.comm.device import choice
 from ds_zipccl.config import ZipcclConfig
-from ds_zipccl.integration import job, moe_calls
+from ds_zipccl.integration import hints, job
 from ds_zipccl.integration.backend import ZipcclBackend
 from ds_zipccl.integration.job import Bypass, Job
 from ds_zipccl.policy.admission import PassReason
@@ -59,12 +59,12 @@ def test_calls_are_counted_as_usual() -> None:
     assert counters.since_last("a reader")["roles"]["zero_param"]["passed_bytes"] == 3 * (RANKS - 1) * part.nbytes
 
 
-def test_exchanges_of_experts_are_counted_by_kind(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_exchanges_of_experts_are_counted_by_kind() -> None:
     bypass = Bypass(lambda name, group: "ep", "cpu")
     whole = torch.zeros(RANKS * 10)
     for kind in ("dispatch", "combine", "dispatch", ""):
-        monkeypatch.setattr(moe_calls, "kind", lambda kind=kind: kind)
-        assert bypass.takes("all_to_all_single", (whole, whole.clone()), {})
+        with hints.hinting(kind=kind):
+            assert bypass.takes("all_to_all_single", (whole, whole.clone()), {})
     assert {row["kind"]: row["passed"] for row in counters.rows()} == {"": 1, "combine": 1, "dispatch": 2}
 
 

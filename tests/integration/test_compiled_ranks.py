@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from ds_zipccl.config import ZipcclConfig
-from ds_zipccl.integration import hook_points, hooks, moe_calls, torch_calls  # noqa: F401  hooks has the table of points
+from ds_zipccl.integration import hints, hook_points, hooks, torch_calls  # noqa: F401  hooks has the table of points
 from ds_zipccl.integration.job import Job
 
 pytestmark = pytest.mark.full(reason="torch's compiler takes seconds to load")
@@ -24,7 +24,7 @@ def layer_of_experts(seen: list[str]) -> torch.nn.Module:
 
     @torch.compiler.disable
     def exchange(x: torch.Tensor) -> torch.Tensor:
-        seen.append(moe_calls.kind())
+        seen.append(hints.current().kind)
         return x.clone()
 
     class Exchange(torch.autograd.Function):

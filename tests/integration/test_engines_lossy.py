@@ -73,8 +73,8 @@ def watch(mistake: str) -> None:
     calls.take_hint = take_hint
     if mistake == "padding":
         unready = functools.cached_property(lambda self: setattr(self, "left", self.detail()[0]))  # None
-        unready.__set_name__(calls._Hint, "ready")
-        calls._Hint.ready = unready
+        unready.__set_name__(calls.Calls, "ready")
+        calls.Calls.ready = unready
 
     def compare(role: str, result: torch.Tensor, exact: torch.Tensor) -> None:
         same = torch.equal(*(one.flatten().view(torch.uint8) for one in (result, exact)))

@@ -23,6 +23,8 @@ from ds_zipccl.integration.lossy import calls, fused_embedding
 from ds_zipccl.ops import OPS
 
 NAMES = [*hook_points.POINTS]
+#: Names that have a line of their own. The start-up line about lossy roles names the others.
+TOLD = [name for name in NAMES if hook_points.POINTS[name].without]
 
 
 def planted(this: Any, *args: Any, **kwargs: Any) -> Any:
@@ -122,11 +124,11 @@ def test_all_names_fit_and_are_hooked_once(name: str, lines: dict[str, str]) -> 
 
 
 #: Names whose parameters count.
-CALLED = [name for name in NAMES if getattr(hook_points.POINTS.get(name), "first", True)]
+CALLED = [name for name in TOLD if hook_points.POINTS[name].first]
 
 
 @pytest.mark.parametrize(
-    ("name", "change"), [*((name, remove) for name in NAMES), *((name, replace) for name in CALLED)]
+    ("name", "change"), [*((name, remove) for name in TOLD), *((name, replace) for name in CALLED)]
 )
 def test_a_name_that_does_not_fit_is_said(
     name: str, change: Any, lines: dict[str, str], monkeypatch: pytest.MonkeyPatch
@@ -184,28 +186,20 @@ def test_parameters(function: Any, first: tuple[str, ...], named: tuple[str, ...
     assert (hook_points.misfit(function, first, named) == "") is fits
 
 
-def test_places_of_lossy_codecs_with_other_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The start-up line about lossy roles names the place, and the place gives no hint."""
+def test_places_of_lossy_codecs_with_other_parameters(lines: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The start-up line about lossy roles names the place, no other line does, and the place gives no hint."""
     codec = {"codec": "round", "mantissa": 3}
     sites = [site for site in calls.SITES if site.first]
     assert len(sites) == 6
     for site in sites:
         role = site.roles[0]
         config = parse_section({"enabled": True, "lossy": True, "roles": {role: codec}})
-        module = importlib.import_module(site.module)
-        owner, _, last = site.name.rpartition(".")
-        holder: Any = getattr(module, owner) if owner else module
         with monkeypatch.context() as patch:
-            if site.table:
-                table = getattr(holder, site.table)
-                key = next(key for key, one in table.items() if one.__name__ == last)
-                patch.setitem(table, key, type(planted)(planted.__code__, {}, last))
-            else:
-                patch.setattr(holder, last, planted)
-            calls.watch(module)
-            known = f"{site.name} as this package knows it"
-            assert known in calls.missing(config)[role]
-            assert f"no {known}" in calls.unhooked(config)[role]
+            replace(site, patch)
+            said, _ = hook(site)
+            assert not said and not hook_points.problems() and site.name in hook_points._unfit
+            assert f"no {site.name} as this package knows it" in calls.unhooked(config)[role]
+            assert member(site) is planted
 
 
 def test_tied_gradients_are_not_fused_where_a_name_is_missing(
@@ -242,7 +236,8 @@ def renamed(function):
 
 # The start of ZeRO-3 is hooked: agreements would begin there, if they did not need the other names.
 engines = [point for point in hook_points.POINTS.values()
-           if point.first and not point.owner.startswith(("deepspeed.comm.", "torch")) and "_zero_optimizer" not in point.name]
+           if point.first and point.without
+           and not point.owner.startswith(("deepspeed.comm.", "torch")) and "_zero_optimizer" not in point.name]
 for point in engines:
     owner = importlib.import_module(point.owner)
     *parts, last = point.name.split(".")

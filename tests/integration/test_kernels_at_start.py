@@ -142,14 +142,16 @@ def test_one_rank_without_a_compiler_refuses_lossy_roles_everywhere() -> None:
 
 
 def test_the_line_about_rows(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(backend, "_without", lambda load: {1: "no compiler", 3: "another reason"})
-    for rank in (1, 0):
-        monkeypatch.setattr(torch.distributed, "get_rank", lambda rank=rank: rank)
-        assert backend._only_with_rows(DEFAULT) == replace(DEFAULT, rows="off")
-    assert capsys.readouterr().out == (
+    line = (
         "[ds_zipccl] rows is off: ranks [1, 3] have no kernels of row frames; rank 1: no compiler; install a C++ compiler or a wheel of "
         "ds_zipccl with its library\n"
     )
+    monkeypatch.setattr(backend, "resolve_group", lambda group: group)
+    monkeypatch.setattr(backend.topology, "tell", lambda group, text: {0: "", 1: "no compiler", 3: "another reason"})
+    for rank in (1, 0):
+        monkeypatch.setattr(torch.distributed, "get_rank", lambda rank=rank: rank)
+        assert backend._only_with_rows(DEFAULT) == replace(DEFAULT, rows="off")
+        assert capsys.readouterr().out == ("" if rank else line)
 
 
 def test_one_rank_without_kernels_switches_nccl_off_everywhere(
@@ -160,6 +162,7 @@ def test_one_rank_without_kernels_switches_nccl_off_everywhere(
     state = SimpleNamespace(size=3, rank=0, streams=lambda device: device == "cuda")
     monkeypatch.setattr(backend, "group_state", lambda group: state)
     monkeypatch.setattr(backend, "resolve_group", lambda group: group)
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda: 0)
     others = {0: "", 1: "", 2: ""}
     monkeypatch.setattr(backend.topology, "tell", lambda group, text: {**others, 0: text})
     on = ZipcclConfig(enabled=True, nccl="on")

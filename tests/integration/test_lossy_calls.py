@@ -13,10 +13,10 @@ import torch
 from torch.distributed import ReduceOp
 
 from ds_zipccl.config import ZipcclConfig, parse_section
-from ds_zipccl.integration import hook_points, hooks  # noqa: F401  the table of points
+from ds_zipccl.integration import hints, hook_points, hooks  # noqa: F401  the table of points
 from ds_zipccl.integration.lossy import calls as lossy_calls
 from ds_zipccl.integration.lossy import pipeline
-from ds_zipccl.integration.lossy.calls import hint, take_hint
+from ds_zipccl.integration.lossy.calls import Calls, take_hint
 from ds_zipccl.lossy import Round
 
 CODEC = {"codec": "round", "mantissa": 3}
@@ -33,6 +33,10 @@ SETTINGS = TP.lossy_roles["tp"]
 
 
 # ---- hints
+
+
+def hint(*args: Any) -> Any:
+    return hints.hinting(lossy=Calls(*args))
 
 
 def summed() -> Any:
@@ -100,7 +104,7 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
 
     def call(name: str) -> Callable[..., Any]:
         def run(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-            found = lossy_calls._hint.get()
+            found = hints.current().lossy
             way = found.direction if found else ""
             calls.append((name, way if take_hint(TP, "tp", name, tensor, ReduceOp.SUM) else "exact"))
             return types.SimpleNamespace(wait=lambda: None)
@@ -111,7 +115,7 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
     fake = {name: call(name) for name in names} | {"get_rank": lambda group=None: 0}
     monkeypatch.setattr(layers, "dist", types.SimpleNamespace(**fake))
     monkeypatch.setattr(layers, "pg_utils", types.SimpleNamespace(is_parallel=lambda group: True))
-    lossy_calls.watch(layers)
+    hook_points.adopt(layers)
     return calls
 
 
@@ -186,14 +190,8 @@ def test_padding_of_zero3_is_zeroed_and_nothing_else(
 
 def test_this_deepspeed_has_all_names() -> None:
     config = section(**dict.fromkeys(LOSSY, CODEC))
-    for site in lossy_calls.SITES:
-        lossy_calls.watch(importlib.import_module(site.module))
-    from deepspeed.module_inject import auto_ep_layer
-    from deepspeed.moe import sharded_moe
-
-    hook_points.adopt(sharded_moe, "deepspeed.moe.sharded_moe")
-    hook_points.adopt(auto_ep_layer, "deepspeed.module_inject.auto_ep_layer")
-    assert not lossy_calls.missing(config)
+    for owner in {point.owner for point in hook_points.POINTS.values() if point.roles}:
+        hook_points.adopt(importlib.import_module(owner))
     assert not lossy_calls.unhooked(config)
 
 
@@ -203,14 +201,15 @@ def test_missing_names_are_said(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.delattr(layers, "AsyncColumnParallel")
     monkeypatch.setattr(engine.PipelineEngine, "_INSTRUCTION_MAP", {})
-    lossy_calls.watch(layers)  # without an error
-    lossy_calls.watch(engine)
-    assert lossy_calls.missing(TP) == {"tp": ["AsyncColumnParallel.backward"]}
+    monkeypatch.setattr(hook_points, "_unfit", {})
+    for module in (layers, engine):
+        hook_points.adopt(module)  # without an error
+    assert hook_points.unwrapped("tp") == ["AsyncColumnParallel.backward"]
     assert lossy_calls.unhooked(section(tp=CODEC, pp=CODEC)) == {
         "tp": "this DeepSpeed has no AsyncColumnParallel.backward",
-        "pp": "this DeepSpeed has no PipelineEngine._exec_send_activations, no PipelineEngine._exec_send_grads",
+        "pp": "this DeepSpeed has no PipelineEngine._INSTRUCTION_MAP.SendActivation, no PipelineEngine._INSTRUCTION_MAP.SendGrad",
     }
-    assert lossy_calls.missing(section(dp=CODEC)) == {}
+    assert lossy_calls.unhooked(section(dp=CODEC)) == {}
 
 
 def test_positions_that_a_stage_sends_are_no_activations() -> None:

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from ds_zipccl.integration import hook_points, hooks, moe_calls  # noqa: F401  hooks has the table of points
+from ds_zipccl.integration import hints, hook_points, hooks  # noqa: F401  hooks has the table of points
 
 FORWARD = ["dispatch", "combine"]
 BACKWARD = ["combine.bwd", "dispatch.bwd"]
@@ -28,14 +28,14 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     kinds: list[str] = []
 
     def all_to_all_single(output: torch.Tensor, input: torch.Tensor, *splits: Any, **more: Any) -> None:
-        kinds.append(moe_calls.kind())
+        kinds.append(hints.current().kind)
         output.copy_(input)
 
     for module in (sharded_moe, auto_ep_layer):
         monkeypatch.setattr(module, "dist", types.SimpleNamespace(all_to_all_single=all_to_all_single))
     hook_points.adopt(sharded_moe, "deepspeed.moe.sharded_moe")
     yield kinds
-    assert moe_calls.kind() == ""
+    assert hints.current().kind == ""
 
 
 def native(count: int = 1) -> torch.nn.Module:
@@ -171,16 +171,16 @@ def folded() -> tuple[Any, Any, list[bool]]:
     class Gather(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
-            found.append(moe_calls.replicated())
+            found.append(hints.current().replicated)
             return tensor.clone()
 
         @staticmethod
         def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
-            found.append(moe_calls.replicated())
+            found.append(hints.current().replicated)
             return gradient
 
     def reduce(gradient: torch.Tensor, *, tp_group: Any) -> str:
-        found.append(moe_calls.replicated())
+        found.append(hints.current().replicated)
         if tp_group is None:
             raise ValueError("as planted")
         return "sum"
@@ -194,7 +194,7 @@ def test_the_backward_of_gathered_rows() -> None:
     rows, _, found = folded()
     hook_points.adopt(rows, "deepspeed.moe.ep_tp_dispatch")
     rows._AllGatherVariableRows.apply(torch.ones(3, requires_grad=True)).sum().backward()
-    assert found == [False, True] and not moe_calls.replicated()
+    assert found == [False, True] and not hints.current().replicated
 
 
 def test_gradients_of_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -208,4 +208,4 @@ def test_gradients_of_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
         assert getattr(module, name)(torch.ones(3), tp_group=1) == "sum"
         with pytest.raises(ValueError, match="as planted"):
             getattr(module, name)(torch.ones(3), tp_group=None)
-    assert found == [True] * 4 and not moe_calls.replicated()
+    assert found == [True] * 4 and not hints.current().replicated

@@ -24,7 +24,7 @@ from test_parallel import Layered
 
 from ds_zipccl.comm.lossy.low_rank_sum import Matrix
 from ds_zipccl.config import ConfigError, parse_section
-from ds_zipccl.integration import backend
+from ds_zipccl.integration import backend, hints
 from ds_zipccl.integration.lossy import calls, powersgd
 from ds_zipccl.telemetry import counters
 
@@ -312,7 +312,7 @@ def test_sums_that_stay_exact_are_counted_with_the_reason(monkeypatch: pytest.Mo
     ]
     for name, ready, flat, why in sums:
         counters.reset()
-        with calls.hint(("dp",), (name,), detail=lambda one=ready: (1, one)):  # type: ignore[misc]
+        with hints.hinting(lossy=calls.Calls(("dp",), (name,), detail=lambda one=ready: (1, one))):
             assert calls.take_hint(config, "dp", name, flat, dist.ReduceOp.SUM) is None
         found = [(one["op"], one["codec"], one["frames"], one["exact"]) for one in counters.lossy()]
         assert found == ([(name, "powersgd rank 4", 1, {why: 1})] if why else [])

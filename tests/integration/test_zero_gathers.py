@@ -16,7 +16,7 @@ import torch.distributed as dist
 from ds_zipccl.comm import Agreed, CommError
 from ds_zipccl.comm.bases.shared import BaseSlot
 from ds_zipccl.config import ZipcclConfig
-from ds_zipccl.integration import hook_points, hooks  # noqa: F401  the table of points
+from ds_zipccl.integration import hints, hook_points, hooks  # noqa: F401  the table of points
 from ds_zipccl.integration.zero import buckets, gathers
 from ds_zipccl.integration.zero.buckets import Bucket
 from ds_zipccl.policy.admission import STREAM_BACKENDS, PassReason
@@ -27,11 +27,8 @@ ON = ZipcclConfig(enabled=True, zero3_base="device")
 
 @pytest.fixture(autouse=True)
 def _nothing_is_known() -> Iterator[None]:
-    for hint in (gathers._wanted, buckets._next):
-        hint.set(None)
-    yield
-    for hint in (gathers._wanted, buckets._next):
-        hint.set(None)
+    with hints.hinting(parameters={}, bucket=[]):
+        yield
 
 
 def parameter(number: int, group: Any = DATA, *, persist: bool = False, numel: int = 100, **more: Any) -> Any:
@@ -265,8 +262,8 @@ def wanted(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
     Memory(monkeypatch)
     params = [parameter(number, numel=numel) for number, numel in enumerate((100, 100, 300))]
     kept, _ = gathers.allocate_bases(params, ON, CPU)
-    gathers._wanted.set(list(params))
-    yield kept
+    with hints.hinting(parameters={one.ds_id: one for one in params}):
+        yield kept
     del kept
 
 
@@ -277,10 +274,10 @@ def of(numel: int, group: Any = DATA, dtype: torch.dtype = torch.bfloat16) -> li
 
 
 def test_parameters_are_gathered_together_or_one_after_the_other(wanted: list[BaseSlot]) -> None:
-    asked = list(gathers._wanted.get() or ())
+    asked = dict(hints.current().parameters)
     assert of(500) == wanted
     assert of(500) is None, "they are asked for once"
-    gathers._wanted.set(asked)
+    hints.current().parameters.update(asked)
     assert [of(numel) for numel in (100, 100, 300, 100)] == [*([kept] for kept in wanted), None]
 
 
@@ -292,9 +289,10 @@ def test_gathers_of_something_else(wanted: list[BaseSlot]) -> None:
 
 
 def test_a_gather_of_parameters_without_memory_has_no_base(wanted: list[BaseSlot]) -> None:
-    asked = gathers._wanted.get()
-    assert asked is not None
-    asked.insert(1, parameter(9, numel=50))
+    asked = hints.current().parameters
+    first, *others = asked.values()
+    asked.clear()
+    asked.update({one.ds_id: one for one in (first, parameter(9, numel=50), *others)})
     params = gathers.take_parameters(torch.empty(2 * 550, dtype=torch.bfloat16), DATA)
     assert [param.ds_id for param in params] == [0, 9, 1, 2] and not asked
     assert gathers.base_of(params, torch.bfloat16) is None
@@ -302,11 +300,10 @@ def test_a_gather_of_parameters_without_memory_has_no_base(wanted: list[BaseSlot
 
 def test_who_asks_is_watched() -> None:
     """Parameters are noted in DeepSpeed's order, by number, until the end of the call."""
-    seen: list[list[int] | None] = []
+    seen: list[list[int]] = []
 
     def note(params: Any) -> None:
-        asked = gathers._wanted.get()
-        seen.append(None if asked is None else [one.ds_id for one in asked])
+        seen.append([*hints.current().parameters])
         assert [one.ds_id for one in params] == [3, 1, 2]
 
     class Init:
@@ -327,21 +324,20 @@ def test_who_asks_is_watched() -> None:
     params = [parameter(number) for number in (3, 1, 2)]
     Init()._convert_to_deepspeed_param(params[0])
     assert params[0].all_gather_coalesced(iter(params)) == "handle"
-    assert gathers._wanted.get() is None
+    assert hints.current().parameters == {}
     with pytest.raises(RuntimeError, match="as planted"):
         params[0].all_gather_coalesced(params, fail=True)
-    assert gathers._wanted.get() is None and seen == [[1, 2, 3]] * 2
+    assert hints.current().parameters == {} and seen == [[1, 2, 3]] * 2
     for param, status in zip(params, ("NOT_AVAILABLE", "AVAILABLE", "NOT_AVAILABLE"), strict=True):
         param.ds_status = SimpleNamespace(name=status)
     assert Init()._all_gather(iter(params)) == "one by one"
-    assert gathers._wanted.get() is None and seen[2:] == [[3, 2]], "in the order of the call, those not gathered yet"
+    assert hints.current().parameters == {} and seen[2:] == [[3, 2]], "in the order of the call, those not gathered yet"
 
 
 # ---- owners of a gradient bucket
 
 OWNED = [(600, frozenset({0})), (400, frozenset({1, 2}))]
 BUCKET = Bucket(DATA, OWNED)  # type: ignore[arg-type]
-UNKNOWN = (None, buckets.UNKNOWN)
 #: Elements, reduce op, group and async_op of calls that do not fit the bucket.
 CALLS: dict[str, tuple[int, Any, Any, bool]] = {
     "smaller": (999, dist.ReduceOp.SUM, DATA, False),
@@ -361,17 +357,18 @@ def test_a_call_that_is_not_of_the_bucket(call: str) -> None:
     """The call gets the full sums, and the owners are forgotten for later calls too."""
     numel, *more = CALLS[call]
     assert not BUCKET.fits(torch.empty(numel), *more)
-    buckets._next.set(BUCKET)
-    assert buckets.take_owners(torch.empty(numel), *more) == UNKNOWN
-    assert buckets.take_owners(*RIGHT) == UNKNOWN
+    hints.current().bucket.append(BUCKET)
+    assert buckets.take_owners(torch.empty(numel), *more) is None
+    assert buckets.take_owners(*RIGHT) is None
 
 
 def test_a_bucket_is_for_one_call() -> None:
-    assert buckets.take_owners(*RIGHT) == UNKNOWN
-    buckets._next.set(BUCKET)
-    assert buckets.take_owners(*RIGHT) == (OWNED, "")
-    assert buckets._next.get() is None
-    assert buckets.take_owners(*RIGHT) == UNKNOWN, "of the same size, but another's"
+    assert buckets.take_owners(*RIGHT) is None
+    hints.current().bucket.append(BUCKET)
+    with hints.hinting(kind="dispatch"):  # another hint keeps the bucket, and does not bring it back
+        assert buckets.take_owners(*RIGHT) == OWNED
+    assert hints.current().bucket == []
+    assert buckets.take_owners(*RIGHT) is None, "of the same size, but another's"
 
 
 class Optimizer:
@@ -385,7 +382,7 @@ class Optimizer:
     ) -> Any:  # fmt: skip
         if fail:
             raise RuntimeError("as planted")
-        return buckets._next.get()
+        return next(iter(hints.current().bucket), None)
 
 
 NAME = "allreduce_and_copy_with_multiple_ranks"
@@ -405,12 +402,12 @@ def test_what_is_known_of_a_bucket(optimizer: Any) -> None:
     assert reduce(SMALL_BUCKET, bucket_ranks=[0, frozenset({1, 2})]) == BUCKET
     assert reduce(SMALL_BUCKET, None, OTHER, [0, frozenset({1, 2})]) == Bucket(OTHER, OWNED)  # type: ignore[arg-type]
     assert reduce(SMALL_BUCKET) is None, "no owners"
-    assert buckets._next.get() is None, "afterwards nothing is known"
+    assert hints.current().bucket == [], "afterwards nothing is known"
     with pytest.raises(ValueError, match="zip"):
         reduce(SMALL_BUCKET, bucket_ranks=[0])
     with pytest.raises(RuntimeError, match="as planted"):
         reduce(SMALL_BUCKET, bucket_ranks=[0, 1], fail=True)
-    assert buckets._next.get() is None
+    assert hints.current().bucket == []
 
 
 def test_zenflow_keeps_its_sums_whole(optimizer: Any) -> None:

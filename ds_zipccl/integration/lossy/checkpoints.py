@@ -99,7 +99,8 @@ def load(engine: Any, config: ZipcclConfig, given: dict[str, Any], loaded: bool)
     refused = {rank: said for rank, said in reasons.items() if said}
     if not refused:
         for role, key, entry in found:
-            state.restore(owner, role, key, entry)
+            restored = state.state_of(role, key, *entry.kind, owner)
+            restored.error, restored.factor = entry.error, entry.factor
     elif dist.get_rank() == 0:
         rank, said = next(iter(refused.items()))
         print(

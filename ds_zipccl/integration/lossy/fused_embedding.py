@@ -56,8 +56,12 @@ def begin(engine: Any, job: Job) -> None:
         if grid.data_parallel_size > 1:
             _refuse_drift(job.config, "zero_grad" if any(job.zero_stages) else "dp", stages)
         return
-    why_not = _without_effect(grid.pipe_parallel_size, grid.data_parallel_size, stages)
-    if why_not:
+    reasons = {
+        "the pipeline has one stage": grid.pipe_parallel_size == 1,
+        "no two stages share a tied layer": not stages,
+        "there is one data-parallel rank, and so one sum already": grid.data_parallel_size == 1,
+    }
+    if why_not := next((reason for reason, holds in reasons.items() if holds), ""):
         _say(f"has no effect: {why_not}")
         return
     _refuse(engine)
@@ -91,16 +95,6 @@ def _stages_by_key(module: Any) -> dict[str, list[int]]:
         if hasattr(layer, "tied_weight_attr"):
             found.setdefault(layer.key, set()).add(module.stage_owner(index))
     return {key: sorted(stages) for key, stages in sorted(found.items()) if len(stages) > 1}
-
-
-def _without_effect(stages: int, data_parallel: int, shared: dict[str, list[int]]) -> str:
-    """Return the reason why there is nothing to sum at once, a clause; "" where there is something."""
-    reasons = {
-        "the pipeline has one stage": stages == 1,
-        "no two stages share a tied layer": not shared,
-        "there is one data-parallel rank, and so one sum already": data_parallel == 1,
-    }
-    return next((reason for reason, holds in reasons.items() if holds), "")
 
 
 def _refuse(engine: Any) -> None:

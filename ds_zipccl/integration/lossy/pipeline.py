@@ -10,7 +10,7 @@ it begins the power iteration for the next message. Published as compressed back
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 from weakref import WeakKeyDictionary
@@ -22,14 +22,13 @@ from ds_zipccl.codecs import lowrank
 from ds_zipccl.comm.lossy.factors import Factored, Factoring
 from ds_zipccl.comm.lossy.squared_error import sum_of_squares
 from ds_zipccl.integration.lossy import state
+from ds_zipccl.integration.lossy.state import Ready
 from ds_zipccl.lossy import LowRank
 from ds_zipccl.policy.pipeline_rules import compresses
 from ds_zipccl.role_settings import RoleSettings
 from ds_zipccl.telemetry import counters
 
 ROLE = "pp"
-#: Tells whether a tensor may be changed, or what makes factors of the tensor.
-Ready = Callable[[torch.Tensor, RoleSettings], "bool | Factoring"]
 
 
 @dataclass
@@ -63,7 +62,8 @@ def activations(engine: Any, buffer_id: int) -> int:
     outputs = engine.pipe_buffers["outputs"][buffer_id]
     if isinstance(outputs, torch.Tensor):
         return 1
-    return len(_floating(outputs[:-1] if _masked(engine) else outputs))
+    masked = getattr(engine, "has_attention_mask", False) or getattr(engine, "has_bool_tensors", False)
+    return len(_floating(outputs[:-1] if masked else outputs))
 
 
 def is_activation(engine: Any, buffer_id: int) -> Ready:
@@ -75,10 +75,6 @@ def is_activation(engine: Any, buffer_id: int) -> Ready:
     parts = outputs[1:2] if getattr(engine, "is_pipe_partitioned", False) else ()
     places = {one.data_ptr() for one in (*(one for one in outputs if one.requires_grad), *parts)}
     return lambda tensor, settings: tensor.data_ptr() in places
-
-
-def _masked(engine: Any) -> bool:
-    return bool(getattr(engine, "has_attention_mask", False) or getattr(engine, "has_bool_tensors", False))
 
 
 def _floating(given: Sequence[torch.Tensor]) -> list[torch.Tensor]:

@@ -24,14 +24,13 @@ from ds_zipccl.comm.group_state import group_size, region_hash
 from ds_zipccl.comm.lossy.low_rank_sum import Matrix, low_rank_sum
 from ds_zipccl.config import SECTION, ConfigError, ZipcclConfig
 from ds_zipccl.integration.lossy import state
+from ds_zipccl.integration.lossy.state import Ready
 from ds_zipccl.lossy import PowerSgd
 from ds_zipccl.role_settings import RoleSettings
 from ds_zipccl.telemetry import counters
 
 #: A parameter and its gradient.
 Gradient = tuple[torch.nn.Parameter, torch.Tensor]
-#: Tells whether the tensor of a sum with a hint may be changed, or returns the sum to make in its place, or why the sum stays exact.
-Ready = Callable[[torch.Tensor, RoleSettings], "bool | str | PowerSum"]
 _OP = "all_reduce"
 #: Optimizer of ZeRO-1 or ZeRO-2 -> its engine.
 _engines: WeakKeyDictionary[Any, ref[Any]] = WeakKeyDictionary()

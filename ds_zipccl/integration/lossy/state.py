@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -19,6 +19,9 @@ from ds_zipccl.role_settings import RoleSettings
 from ds_zipccl.telemetry import counters
 
 Key = tuple[str | int, ...]
+#: Gets the tensor of a call with a hint, which is about to be sent, and the settings of its role; returns whether the call may be changed,
+#: what makes factors of the tensor, the sum to make in place of the call, or the reason, to be counted, why the call stays exact.
+Ready = Callable[[torch.Tensor, RoleSettings], Any]
 Kind = tuple[tuple[int, ...], torch.dtype, int]  # shape, dtype, ranks of the job
 
 
@@ -79,8 +82,8 @@ def state_of(role: str, key: Key, shape: tuple[int, ...], dtype: torch.dtype, ra
 
 @contextmanager
 def stepping(engine: Any, settings: Mapping[str, RoleSettings]) -> Iterator[None]:
-    """Surround an optimizer step of an engine: errors follow the loss scale. A step that is not taken, as gradients overflowed, takes all
-    state with it.
+    """Surround an optimizer step of an engine: errors follow the new loss scale over the old one. A step that is not taken, as gradients
+    overflowed, takes all state with it.
 
     Args:
         settings: of the roles with a lossy codec. Those with ``error`` "lazy" forget their errors at the end of the step.
@@ -88,15 +91,16 @@ def stepping(engine: Any, settings: Mapping[str, RoleSettings]) -> Iterator[None
     if not settings:
         yield
         return
-    owner, before = owner_of(engine), _loss_scale(engine)
+    before = _loss_scale(engine)
     yield
-    if not engine.was_step_applied():
-        discard_step(owner)
-    elif (now := _loss_scale(engine)) != before:
-        rescale(owner, now / before)
-    for role, one in settings.items():
-        if one.error == "lazy":
-            end_step(owner, role)
+    taken, now = engine.was_step_applied(), _loss_scale(engine)
+    for role, _, entry in entries_of(owner_of(engine)):
+        if not taken:
+            entry.error = entry.factor = None
+        elif entry.error is not None and now != before:
+            entry.error = entry.error * (now / before)
+        if role in settings and settings[role].error == "lazy":
+            entry.error = None
 
 
 def _loss_scale(engine: Any) -> float:
@@ -110,41 +114,11 @@ def entries_of(owner: int) -> list[tuple[str, Key, Entry]]:
     return sorted(found, key=lambda one: (one[0], str(one[1])))
 
 
-def restore(owner: int, role: str, key: Key, entry: Entry) -> None:
-    """Take an entry of a checkpoint. :func:`state_of` drops it if it is for another matrix."""
-    with _lock:
-        _entries[owner, role, key] = entry
-
-
-def rescale(owner: int, factor: float) -> None:
-    """Multiply all errors of an engine by ``factor``: the new loss scale over the old one."""
-    for entry in _all(owner):
-        if entry.error is not None:
-            entry.error = entry.error * factor
-
-
-def discard_step(owner: int) -> None:
-    """Forget all errors and factors of an engine, after a step that was not taken."""
-    for entry in _all(owner):
-        entry.error = entry.factor = None
-
-
-def end_step(owner: int, role: str) -> None:
-    """Forget the errors of a role at the end of an optimizer step. Factors stay."""
-    for entry in _all(owner, role):
-        entry.error = None
-
-
 def drop(owner: int, role: str | None = None) -> None:
     """Forget all entries of an engine, those of one role where it is named: its tensors get other shapes."""
     with _lock:
         for key in [key for key in _entries if key[0] == owner and role in (None, key[1])]:
             del _entries[key]
-
-
-def _all(owner: int, role: str | None = None) -> list[Entry]:
-    with _lock:
-        return [entry for (of, name, _), entry in _entries.items() if of == owner and role in (None, name)]
 
 
 def _nbytes() -> int:

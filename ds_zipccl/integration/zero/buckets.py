@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,9 +10,9 @@ import torch
 import torch.distributed as dist
 
 from ds_zipccl.comm.ops.reduce_to_owners import Owners
-from ds_zipccl.integration import hook_points
+from ds_zipccl.integration import hints, hook_points
 
-#: Reason why a gradient sum goes to all ranks.
+#: Reason why a gradient sum without owners goes to all ranks.
 UNKNOWN = "the owners of the bucket are not known"
 
 
@@ -28,10 +27,6 @@ class Bucket:
         """Whether an all-reduce with these arguments is the all-reduce of this bucket."""
         same = group is self.group and sum(numel for numel, _ in self.owned) == tensor.numel()
         return same and op == dist.ReduceOp.SUM and not async_op
-
-
-#: The bucket of the next all-reduce.
-_next: ContextVar[Bucket | None] = ContextVar("ds_zipccl_bucket", default=None)
 
 
 def reduce(original: Callable[..., Any], optimizer: Any, *args: Any, **kwargs: Any) -> Any:
@@ -50,23 +45,22 @@ def reduce(original: Callable[..., Any], optimizer: Any, *args: Any, **kwargs: A
     """
     given = hook_points.arguments(original, optimizer, *args, **kwargs)
     group, ranks_of_slices = given.get("process_group"), given.get("bucket_ranks")
-    bucket = None
+    bucket = []
     if ranks_of_slices is not None and not getattr(optimizer, "zenflow", False):
         sizes = [tensor.numel() for tensor in given["small_bucket"]]
         owners = [ranks if isinstance(ranks, frozenset) else frozenset((ranks,)) for ranks in ranks_of_slices]
-        bucket = Bucket(optimizer.dp_process_group if group is None else group, list(zip(sizes, owners, strict=True)))
-    with hook_points.setting(_next, bucket):
+        group = optimizer.dp_process_group if group is None else group
+        bucket = [Bucket(group, list(zip(sizes, owners, strict=True)))]
+    with hints.hinting(bucket=bucket):
         return original(optimizer, *args, **kwargs)
 
 
-def take_owners(tensor: torch.Tensor, op: Any, group: Any, async_op: bool) -> tuple[Owners | None, str]:
-    """Return the owner ranks of each slice of a gradient bucket, or None and the reason if every rank needs the full sum.
+def take_owners(tensor: torch.Tensor, op: Any, group: Any, async_op: bool) -> Owners | None:
+    """Return the owner ranks of each slice of a gradient bucket, or None if every rank needs the full sum.
 
     The arguments are those of an all-reduce. A bucket serves one all-reduce: after the call its owners are forgotten, whether they
     fitted or not.
     """
-    bucket = _next.get()
-    _next.set(None)
-    if bucket is None or not bucket.fits(tensor, op, group, async_op):
-        return None, UNKNOWN
-    return bucket.owned, ""
+    coming = hints.current().bucket
+    bucket: Bucket | None = coming.pop() if coming else None
+    return bucket.owned if bucket is not None and bucket.fits(tensor, op, group, async_op) else None

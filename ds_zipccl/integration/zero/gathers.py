@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from contextvars import ContextVar
 from types import ModuleType
 from typing import Any, TypeVar
 
@@ -19,11 +18,9 @@ from ds_zipccl.comm.bases import host_memory
 from ds_zipccl.comm.bases.shared import BaseSlot, choose_fitting, held_share
 from ds_zipccl.comm.group_state import group_nodes, group_size, group_state, resolve_group
 from ds_zipccl.config import ZipcclConfig
-from ds_zipccl.integration import hook_points
+from ds_zipccl.integration import hints, hook_points
 from ds_zipccl.policy import admission
 
-#: Parameters that DeepSpeed has asked for and not gathered yet, in its order.
-_wanted: ContextVar[list[Any] | None] = ContextVar("ds_zipccl_wanted", default=None)
 #: Attribute of a parameter: a weak reference to its base. DeepSpeed keeps parameters after their engine is gone, and a base is larger than
 #: the parameter's own memory.
 BASE = "ds_zipccl_base"
@@ -61,7 +58,7 @@ def note_coalesced(param: Any) -> None:
     @functools.wraps(gather)
     def all_gather_coalesced(params: Iterable[Any], *args: Any, **kwargs: Any) -> Any:
         params = list(params)
-        with hook_points.setting(_wanted, sorted(params, key=lambda one: one.ds_id)):
+        with hints.hinting(parameters={one.ds_id: one for one in sorted(params, key=lambda one: one.ds_id)}):
             return gather(params, *args, **kwargs)
 
     param.all_gather_coalesced = all_gather_coalesced
@@ -70,7 +67,7 @@ def note_coalesced(param: Any) -> None:
 def gather_single(original: Callable[..., Any], init: Any, param_list: Iterable[Any], *args: Any, **kwargs: Any) -> Any:
     """Note the parameters that ``Init._all_gather`` gathers, one after the other."""
     params = list(param_list)
-    with hook_points.setting(_wanted, [param for param in params if param.ds_status.name == "NOT_AVAILABLE"]):
+    with hints.hinting(parameters={one.ds_id: one for one in params if one.ds_status.name == "NOT_AVAILABLE"}):
         return original(init, params, *args, **kwargs)
 
 
@@ -84,8 +81,9 @@ def partition(original: Callable[..., Any], init: Any, param_list: Any, *args: A
 def allocate_bases(
     parameters: Iterable[Any], config: ZipcclConfig, device: torch.device, *, trains: bool = True
 ) -> tuple[list[BaseSlot], str]:
-    """Allocate a base for each parameter that ZeRO-3 frees after use; with ``zero3_base`` auto for those of them that are frozen and fit.
-    A collective of all groups of these parameters; blocks.
+    """Allocate a base for each parameter that ZeRO-3 frees after use; with ``zero3_base`` auto for those of them that are frozen and fit,
+    in host memory: memory of the device would hold the whole model on every rank, which ZeRO-3 avoids. A collective of all groups of these
+    parameters; blocks.
 
     Args:
         trains: the engine has an optimizer; otherwise all its parameters are frozen.
@@ -96,67 +94,62 @@ def allocate_bases(
     Raises:
         CommError: see :func:`ds_zipccl.comm.allocate_bases`; not with ``zero3_base`` auto.
     """
-    auto = config.zero3_base == "auto"
+    auto, useless = config.zero3_base == "auto", _never_differs(config)
     groups: dict[dist.ProcessGroup, list[Any]] = {}
     for param in parameters:
         if hasattr(param, "ds_id") and not param.ds_persist and not (auto and not _is_kept(param, trains)):
             groups.setdefault(param.ds_process_group, []).append(param)
-    useful = [(group, params) for group, params in groups.items() if group_size(group) > 1]
-    if auto:
-        return _for_frozen(useful, config, device, trains) if useful else ([], "")
-    useless = _never_differs(config)
-    if useless:
+    useful = {group: params for group, params in groups.items() if group_size(group) > 1}
+    if auto and not useful:
+        return [], ""
+    if useless and not auto:
         return [], f"not used, as {useless}"
+    share, before = (_share(config), 0 if config.zero3_base_mib else held_share()) if auto else (0, 0)
     bases: list[BaseSlot] = []
-    skipped = ""
-    for group, params in useful:
-        some, reason = _usable(params, group, config, device)
-        skipped = f"; {reason}" if reason else skipped
-        if some:
-            bases += _allocate(some, config.zero3_base, group, device)
-    return bases, f"{_size(bases)}{skipped}"
+    reasons: list[str] = []
+    for group, params in useful.items():
+        some, reason = _usable(params, config, device)
+        members = group_state(group)
+        if auto and some and not trains and members is not None and members.streams(device.type):
+            some, reason = [], "no optimizer step checks copies of bases there"
+        reasons.append(reason)
+        if not some:
+            continue
+        if auto:
+            shards = [_shard_of(param) for param in some]
+            chosen, limit = choose_fitting(shards, share - (held_share() - before), group, device)
+            if len(chosen) < len(some):
+                reasons.append(f"{limit / 1e6:.1f} MB are allowed on a node, see zero3_base_mib")
+            some = [some[number] for number in chosen]
+        try:
+            kind = "host" if auto else config.zero3_base
+            found = comm.allocate_bases([_shard_of(param) for param in some], kind, group, device)
+        except comm.CommError as error:  # on all ranks of the group
+            if not auto:
+                raise
+            reasons.append(str(error))
+            continue
+        for param, base in zip(some, found, strict=True):
+            setattr(param, BASE, weakref.ref(base))
+        for one, base in zip(agreed_of(some), found, strict=False):  # as many, or none
+            one.hold(base)
+        bases += found
+    reasons = list(filter(None, reasons))
+    if not auto:
+        return bases, "; ".join([_size(bases), *reasons[-1:]])
+    wanted = [param for params in useful.values() for param in params]
+    why = f": {'; '.join(dict.fromkeys(reasons))}" if reasons else ""
+    if not bases:
+        sizes = [(group_size(param.ds_process_group), *_shard_of(param)) for param in wanted]
+        nbytes = sum(ranks * numel * dtype.itemsize for ranks, numel, dtype in sizes)
+        return [], f"nothing for {len(wanted)} frozen parameters of {nbytes / 1e6:.1f} MB{why}"
+    count = f"{len(wanted)}" if len(bases) == len(wanted) else f"{len(bases)} of {len(wanted)}"
+    return bases, f"{_size(bases)}, for {count} frozen parameters{why}"
 
 
 def _is_kept(param: Any, trains: bool) -> bool:
     """Return whether ``zero3_base`` auto keeps a parameter: a frozen one that is in memory. Users of NVMe have no memory to spare."""
     return not (trains and param.requires_grad) and getattr(param.ds_tensor, "final_location", None) != "nvme"
-
-
-def _for_frozen(
-    groups: Sequence[tuple[dist.ProcessGroup, Sequence[Any]]], config: ZipcclConfig, device: torch.device, trains: bool
-) -> tuple[list[BaseSlot], str]:
-    """Allocate bases in host memory for frozen parameters, as far as the limit allows. See :func:`allocate_bases`.
-
-    Memory of the device would hold the whole model on every rank, which ZeRO-3 avoids.
-    """
-    share, before = _share(config), 0 if config.zero3_base_mib else held_share()
-    bases: list[BaseSlot] = []
-    reasons: list[str] = []
-    wanted = nbytes = 0
-    for group, params in groups:
-        shards = [_shard_of(param) for param in params]
-        wanted += len(params)
-        nbytes += group_size(group) * sum(numel * dtype.itemsize for numel, dtype in shards)
-        some, reason = _usable(params, group, config, device)
-        members = group_state(group)
-        if some and not trains and members is not None and members.streams(device.type):
-            some, reason = [], "no optimizer step checks copies of bases there"
-        reasons.append(reason)
-        if some:
-            shards = [_shard_of(param) for param in some]
-            chosen, limit = choose_fitting(shards, share - (held_share() - before), group, device)
-            if len(chosen) < len(some):
-                reasons.append(f"{limit / 1e6:.1f} MB are allowed on a node, see zero3_base_mib")
-            try:
-                bases += _allocate([some[number] for number in chosen], "host", group, device)
-            except comm.CommError as error:  # on all ranks of the group
-                reasons.append(str(error))
-    reasons = list(filter(None, dict.fromkeys(reasons)))
-    why = f": {'; '.join(reasons)}" if reasons else ""
-    if not bases:
-        return [], f"nothing for {wanted} frozen parameters of {nbytes / 1e6:.1f} MB{why}"
-    count = f"{wanted}" if len(bases) == wanted else f"{len(bases)} of {wanted}"
-    return bases, f"{_size(bases)}, for {count} frozen parameters{why}"
 
 
 def _share(config: ZipcclConfig) -> int:
@@ -180,25 +173,30 @@ def _never_differs(config: ZipcclConfig) -> str:
     return f"no gather would send differences: see {reasons}" if reasons else ""
 
 
-def _usable(
-    params: Sequence[Any], group: dist.ProcessGroup, config: ZipcclConfig, device: torch.device
-) -> tuple[list[Any], str]:
-    """Return the parameters whose gathers would use a base, and why those of other parameters would not; "" if there are none.
+def _usable(params: Sequence[Any], config: ZipcclConfig, device: torch.device) -> tuple[list[Any], str]:
+    """Return the parameters of one group whose gathers would use a base, and why those of other parameters would not; "" if there are none.
 
     A base in host memory is faster to read than gloo on any link, also inside a node. On groups in the order of streams measured speeds
     decide: where moves pass for as long as the job runs, such as inside a node, nothing would read a base, and a network may be faster than
     the bus to host memory.
     """
+    group = params[0].ds_process_group
     members = group_state(group)
     assert members is not None  # its size is known
-    backend, streams = members.backend(device.type), members.streams(device.type)
+    backend, streams, off = members.backend(device.type), members.streams(device.type), config.nccl == "off"
     where = f"on {device.type} over {backend}"
     dtypes = admission.difference_dtypes(device.type, backend)
     reason = _never_differs(config)
     if not reason and not dtypes:
-        reason = f"no differences {where}{': nccl is off' if streams and config.nccl == 'off' else ' yet'}"
-    if not reason and streams:
-        reason = _passes(params, group, config, device, where)
+        reason = f"no differences {where}{': nccl is off' if streams and off else ' yet'}"
+    if not reason and streams and not agreed_of(params):
+        reason = f"no differences {where}: {'nccl is off' if off else 'no sizes are agreed on with this optimizer'}"
+    if not reason and streams and config.zero3_base == "auto" and config.mode_of("zero_param") == "auto":
+        passes = comm_engine.never_coded("all_gather_into_tensor", group, device.type)
+        if passes is not None:
+            reason = f"gathers {where} pass: {passes.value}"
+        elif not comm_engine.host_bases_gain(group, device.type):
+            reason = f"the network is faster than host memory {where}"
     if reason:
         return [], reason
     some = [param for param in params if gathered_dtype(param) in dtypes]
@@ -206,32 +204,6 @@ def _usable(
     for dtype in dtypes:
         others.pop(str(dtype).removeprefix("torch."), None)
     return some, f"no differences of {', '.join(others)} {where}" if others else ""
-
-
-def _passes(
-    params: Sequence[Any], group: dist.ProcessGroup, config: ZipcclConfig, device: torch.device, where: str
-) -> str:
-    """Return why the gathers of a group in the order of streams use no base; "" if they do."""
-    if not agreed_of(params):
-        off = config.nccl == "off"
-        return f"no differences {where}: {'nccl is off' if off else 'no sizes are agreed on with this optimizer'}"
-    if config.zero3_base == "auto" and config.mode_of("zero_param") == "auto":
-        passes = comm_engine.never_coded("all_gather_into_tensor", group, device.type)
-        if passes is not None:
-            return f"gathers {where} pass: {passes.value}"
-        if not comm_engine.host_bases_gain(group, device.type):
-            return f"the network is faster than host memory {where}"
-    return ""
-
-
-def _allocate(params: Sequence[Any], kind: str, group: dist.ProcessGroup, device: torch.device) -> list[BaseSlot]:
-    """Allocate bases of a kind for parameters of one group. A collective of the group; blocks."""
-    found = comm.allocate_bases([_shard_of(param) for param in params], kind, group, device)
-    for param, base in zip(params, found, strict=True):
-        setattr(param, BASE, weakref.ref(base))
-    for one, base in zip(agreed_of(params), found, strict=False):  # as many, or none
-        one.hold(base)
-    return found
 
 
 def _shard_of(param: Any) -> tuple[int, torch.dtype]:
@@ -252,17 +224,18 @@ def take_parameters(output: torch.Tensor, group: dist.ProcessGroup | None) -> Se
     Args:
         output: ``[ranks * numel]``, the shards of the parameters of each rank end to end.
     """
-    wanted, members = _wanted.get(), group_state(group)
+    wanted, members = hints.current().parameters, group_state(group)
     if not wanted or members is None:
         return ()
     numel = output.numel() // members.size
-    gathered = [param for param in wanted if param.ds_process_group is group and gathered_dtype(param) == output.dtype]
+    awaited = [param for param in wanted.values() if param.ds_process_group is group]
+    gathered = [param for param in awaited if gathered_dtype(param) == output.dtype]
     if _shard_numel(gathered) != numel:
         gathered = gathered[:1]  # one gather per parameter
     if _shard_numel(gathered) != numel:
         return ()
-    taken = {id(param) for param in gathered}
-    wanted[:] = [param for param in wanted if id(param) not in taken]
+    for param in gathered:
+        del wanted[param.ds_id]
     return gathered
 
 
@@ -271,10 +244,11 @@ def is_secondary(device: torch.device, group: dist.ProcessGroup | None) -> bool:
 
     Such groups are inside a node (``zero_hpz_partition_size``). The host need not wait there for sizes.
     """
-    wanted, members = _wanted.get(), group_state(group)
+    wanted, members = hints.current().parameters, group_state(group)
     if not wanted or members is None or not members.streams(device.type):
         return False
-    return wanted[0].ds_secondary_tensor is not None and wanted[0].ds_zero_param_process_group is group
+    first = next(iter(wanted.values()))
+    return first.ds_secondary_tensor is not None and first.ds_zero_param_process_group is group
 
 
 def base_of(params: Sequence[Any], dtype: torch.dtype) -> comm.SharedBase | None:

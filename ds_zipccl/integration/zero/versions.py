@@ -59,7 +59,7 @@ class Versions:
         for name, param in named:
             groups.setdefault(param.ds_process_group, []).append((name, param))
         # The largest first: its ranks learn of failures in smaller groups at once.
-        ordered = sorted(groups.items(), key=lambda item: -_size(item[0]))
+        ordered = sorted(groups.items(), key=lambda item: -getattr(group_state(item[0]), "size", 0))
         self._groups = [(group, [param for _, param in some]) for group, some in ordered if group in streams]
         self._keepers: list[Keeper] = []
         self._outermost: Any = None  # the module whose call is the pass that runs now
@@ -148,12 +148,6 @@ class Versions:
         return on_device and not param.ds_persist
 
 
-def _size(group: Any) -> int:
-    """Return the number of ranks of a group. DeepSpeed 0.19.0 and before do not note it at the parameters."""
-    members = group_state(group)
-    return 0 if members is None else members.size
-
-
 def _kept(name: str, param: Any, keeper: Keeper) -> Kept:
     """Return the versions of a parameter's base. They do not keep the parameter alive, as the parameter keeps them."""
     found = weakref.ref(param)
@@ -231,20 +225,18 @@ def _drop(param: Any) -> None:
 def changing(optimizer: Any) -> Iterator[None]:
     """Surround a change of any of an optimizer's parameters, during which parameters may be gathered; then agree anew. A collective."""
     versions = getattr(optimizer, VERSIONS, None)
-    if versions is None:
-        yield
-        return
-    gathers.forget(versions.parameters)
+    if versions is not None:
+        gathers.forget(versions.parameters)
     yield
-    gathers.forget(versions.parameters)
-    versions.agree()
+    if versions is not None:
+        gathers.forget(versions.parameters)
+        versions.agree()
 
 
 @contextlib.contextmanager
 def saving(optimizer: Any) -> Iterator[None]:
     """Surround a save of all parameters, one after the other: all of them are agreed on at once. All ranks call."""
-    versions = getattr(optimizer, VERSIONS, None)
-    if versions is None:
+    if (versions := getattr(optimizer, VERSIONS, None)) is None:
         yield
         return
     versions.refresh()
