@@ -61,9 +61,7 @@ class Tuner:
         self._due = -1  # the last call that is timed
         self._tag = 0  # of the exchange of measurements
         self._exchange: TimingExchange | None = None  # measurements on their way between ranks
-        self._told: int | None = (
-            None  # the choice that was counted last; the first one counts, also where it was used so far
-        )
+        self._told: int | None = None  # the choice that was counted; the first one counts, also where it was in use
         self._seen: Counter[Hashable] = Counter()  # token -> calls by differences since the last call without them
         self._slots: list[CallTimer] = []  # of the calls that are timed
         self._waiting: trial.Turn | None = None  # the turn of a candidate that is not ready
@@ -133,10 +131,9 @@ class Tuner:
 
     def _note_choice(self, met: bool) -> None:
         """Set what the last agreement has decided from, and count a new choice. ``met``: all ranks had met."""
-        medians, chosen = self._trial.medians, self._trial.chosen
-        tried = {index: seconds for index, seconds in medians.items() if len(medians) > 1}
-        plain = [seconds for index, seconds in tried.items() if not self._candidates[index].frames]
-        self.decided = next(iter(plain), math.nan), met
+        tried, chosen = self._trial.tried, self._trial.chosen
+        plain = (seconds for index, seconds in tried.items() if not self._candidates[index].frames)
+        self.decided = next(plain, math.nan), met
         if chosen == self._told:
             return
         self._told = chosen

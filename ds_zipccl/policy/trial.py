@@ -185,12 +185,12 @@ class CallTrial(Trial):
     """The choice between candidates by times of calls: a first trial, which goes in rounds for ``exchanging`` calls; then checks of the
     choice, and reviews of other candidates.
 
-    ``estimates``: seconds of each candidate, inf where unknown. ``medians``: candidate -> seconds, of those that were timed last.
+    ``estimates``: seconds of each candidate, inf where unknown. ``tried``: candidate -> seconds in the last trial; empty after a check.
     """
 
     def __init__(self, candidates: int, exchanging: bool) -> None:
         self.estimates = [math.inf] * candidates
-        self.medians: dict[int, float] = {}
+        self.tried: dict[int, float] = {}
         self._exchanging, self._reviews, self._review_at = exchanging, 0, REVIEW_CHECKS[0]
         super().__init__(0)
 
@@ -224,13 +224,14 @@ class CallTrial(Trial):
         """Choose a candidate by the seconds of a trial, whose first calls warm up. A check times the choice alone: return whether that has
         drifted. All estimates are outdated then."""
         tried, before = len(measured) > 1, self.estimates[self.chosen]
-        self.medians = {index: _median((times[1:] if tried else []) or times) for index, times in measured.items()}
-        for index, seconds in self.medians.items():
+        found = {index: _median((times[1:] if tried else []) or times) for index, times in measured.items()}
+        for index, seconds in found.items():
             self.estimates[index] = follow(self.estimates[index], seconds)
+        self.tried = found if tried else {}
         if tried:
             self.chosen = choose(self.chosen, self.estimates)
             return False
-        now = self.medians[self.chosen]
+        now = found[self.chosen]
         if not drifted(before, now):
             return False
         self.estimates = [math.inf] * len(self.estimates)

@@ -49,20 +49,16 @@ class Settled:
     one_queue: bool = False
 
     def __str__(self) -> str:
-        nodes, found = f"{self.topology.nodes} nodes, at most {self.topology.each} ranks each", self.profile
+        parts, found = [f"{self.topology.nodes} nodes, at most {self.topology.each} ranks each"], self.profile
         coded = "coded" if found is None else f"coded from {self.least_bytes / 1e6:.3g} MB on, as whole steps show"
-        parts = [
-            nodes,
-            f"moves in mode auto: {f'plain, {self.reason.value}' if self.reason else coded}",
-            f"sums: {self.sums}",
-        ]
         if found is not None:
             inside = f"{found.inside / 1e9:.3g} GB/s inside, " if self.topology.each > 1 else ""
-            parts.insert(
-                1,
+            parts.append(
                 f"{found.network / 1e9:.3g} GB/s between nodes, {inside}coding {found.encode / 1e9:.3g} and {found.decode / 1e9:.3g} GB/s, "
-                f"an agreement {1e6 * found.agreement:.0f} us",
+                f"an agreement {1e6 * found.agreement:.0f} us"
             )
+        moves = f"plain, {self.reason.value}" if self.reason else coded
+        parts += [f"moves in mode auto: {moves}", f"sums: {self.sums}"]
         if self.one_queue:
             parts.append(f"no overlap of coded calls with computing, as {_QUEUES} is 1: unset it")
         return "; ".join(parts)
@@ -261,12 +257,12 @@ class Steps:
     def _decide(self) -> None:
         group = resolve_group(None)
         ctx = DeviceContext("step", group, self._config, "dp", self._config.codec, self._device)
-        before, schedules = self._trial.chosen, self._trial
-        schedules.agree(agreed_seconds(ctx, [span.nanoseconds() for span in self._spans]))
-        self._turn, self._spans = schedules.next_turn(), []
-        found, name = schedules.last, "coded" if schedules.chosen == trial.CODED else "plain"
+        before = self._trial.chosen
+        self._trial.agree(agreed_seconds(ctx, [span.nanoseconds() for span in self._spans]))
+        self._turn, self._spans = self._trial.next_turn(), []
+        found, name = self._trial.last, "coded" if self._trial.chosen == trial.CODED else "plain"
         text = f"{name} from step {self._steps + 1} on (plain {1e3 * found.plain:.4g} ms, coded {1e3 * found.coded:.4g} ms)"
-        switched = schedules.chosen != before
+        switched = self._trial.chosen != before
         for role, op in sorted(self._seen if switched else self._seen - self._told):
             counters.record_choice(role, op, _WHAT, text)
         self._told |= self._seen

@@ -59,7 +59,7 @@ def exchange_words(
     streams, ranks = ctx.streams, ctx.size
     with streams.on(Stage.ENCODE):
         streams.order(Stage.DECODE, Stage.ENCODE)
-        known = _to_device(streams, numbers)
+        known = to_device(streams, numbers)
         rows = torch.cat([ctx.reports.failed().expand(ranks, 1), found, known], 1)
         both = tensors.empty(2 * rows.numel(), torch.int64, streams.device)
         sent, received = both.split(rows.numel())
@@ -87,8 +87,9 @@ def _host(streams: Streams, numel: int) -> torch.Tensor:
     return host
 
 
-def _to_device(streams: Streams, numbers: Sequence[Sequence[int]]) -> torch.Tensor:
-    """Return a matrix of the device; does not wait. The host has read the agreement of earlier words, so that these have left the host."""
+def to_device(streams: Streams, numbers: Sequence[Any]) -> torch.Tensor:
+    """Return numbers, or rows of them, on the device, int64. Work of the encoding stream, before an agreement; does not wait. The host has
+    read the agreement of earlier words, so that these have left the host."""
     words = tensors.of_numbers(numbers, torch.int64)
     if devices.runtime(streams.device) is None:
         return words
