@@ -160,6 +160,14 @@ def test_checks_and_reviews(monkeypatch: pytest.MonkeyPatch) -> None:
     assert bench.tuner._trial._review_at == 2, "after a drift as at first"
 
 
+def test_a_review_without_rivals_is_a_check(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Candidates four times as slow have their turn in every fourth review. With a review after every check, the next follows at once."""
+    seconds = {PLAIN: 1.0, RAW: 4.5, CODED: 9.0}
+    history = settled(monkeypatch, seconds, (1, 1)).run(60, seconds)
+    first = 10 + 4 * (trial.DELAY_CALLS[0] + trial.PROBE_CALLS)
+    assert history.index((RAW, True)) == first and all(plan is PLAIN for plan, _ in history[:first])
+
+
 @pytest.mark.parametrize("slower", [1.5, 2.0])
 def test_a_drift_forgets_what_was_known(monkeypatch: pytest.MonkeyPatch, slower: float) -> None:
     """The current choice takes so much longer: all others are tried at once, by what they take now."""
