@@ -32,7 +32,7 @@ from ds_zipccl.frame import CHUNK_BLOCKS
 from ds_zipccl.integration import bypassed
 from ds_zipccl.kernels.cuda import waves
 from ds_zipccl.ops import OPS
-from ds_zipccl.policy import admission, device_rules, step_rules, tuner_rules
+from ds_zipccl.policy import admission, cost_model, trial
 from ds_zipccl.policy.admission import PassReason
 
 # ---- configuration ---------------------------------------------------------------------------------------------------
@@ -214,51 +214,51 @@ def bypassed_features(page: Path) -> str:
 
 def tuner_states(page: Path) -> str:
     """The life of one choice, with the constants of the policy."""
-    often, rarely = tuner_rules.CHECK_CALLS
-    first, last = tuner_rules.REVIEW_CHECKS
+    often, rarely = trial.CHECK_CALLS
+    first, last = trial.REVIEW_CHECKS
     return f"""```mermaid
 stateDiagram-v2
     [*] --> Trial
-    Trial: First trial<br>{tuner_rules.TRIAL_CALLS} calls of each candidate
-    Exchange: Timing exchange<br>every rank tells its times,<br>the decision comes {tuner_rules.DELAY_CALLS[0]} calls later
+    Trial: First trial<br>{trial.TRIAL_CALLS} calls of each candidate
+    Exchange: Timing exchange<br>every rank tells its times,<br>the decision comes {trial.DELAY_CALLS[0]} calls later
     Follow: Follow the choice<br>{often} or {rarely} calls, untimed
-    Check: Check<br>the last {tuner_rules.CHECKED_CALLS} calls are timed
-    Review: Review<br>{tuner_rules.PROBE_CALLS} calls of the other candidates
+    Check: Check<br>the last {trial.CHECKED_CALLS} calls are timed
+    Review: Review<br>{trial.PROBE_CALLS} calls of the other candidates
     Trial --> Exchange
     Exchange --> Follow: all ranks switch at one call
     Follow --> Check
     Check --> Follow: as fast as before
     Check --> Review: every {first} to {last} checks
-    Check --> Review: {tuner_rules.DRIFT} times faster or slower
+    Check --> Review: {trial.DRIFT} times faster or slower
     Review --> Exchange
 ```"""
 
 
 def tuner_constants(page: Path) -> str:
     """The constants of the policy that the tuner goes by."""
-    asynchronous = tuner_rules.DELAY_CALLS[1]
+    asynchronous = trial.DELAY_CALLS[1]
     rows = (
-        ("calls of each candidate in the first trial", tuner_rules.TRIAL_CALLS),
+        ("calls of each candidate in the first trial", trial.TRIAL_CALLS),
         (
             "the same of all-to-alls, in the first and the second round",
-            "{} and {}".format(*tuner_rules.EXCHANGE_ROUNDS),
+            "{} and {}".format(*trial.EXCHANGE_ROUNDS),
         ),
-        ("share of the best time above which a candidate has no second round", tuner_rules.CLEARLY_SLOWER),
-        ("calls between agreements on the size of uneven all-to-alls", tuner_rules.SIZE_CALLS),
-        ("calls of each candidate in a review", tuner_rules.PROBE_CALLS),
+        ("share of the best time above which a candidate has no second round", trial.CLEARLY_SLOWER),
+        ("calls between agreements on the size of uneven all-to-alls", trial.SIZE_CALLS),
+        ("calls of each candidate in a review", trial.PROBE_CALLS),
         (
             "calls between a timing exchange and its decision",
-            f"{tuner_rules.DELAY_CALLS[0]}; all-to-alls {tuner_rules.EXCHANGE_DELAY}; asynchronous {asynchronous}",
+            f"{trial.DELAY_CALLS[0]}; all-to-alls {trial.EXCHANGE_DELAY}; asynchronous {asynchronous}",
         ),
-        ("share of the current time that another candidate must stay below", tuner_rules.HYSTERESIS),
-        ("weight of a new measurement in an estimate", tuner_rules.FOLLOW),
-        ("factor of a time that starts a review at once", tuner_rules.DRIFT),
+        ("share of the current time that another candidate must stay below", trial.HYSTERESIS),
+        ("weight of a new measurement in an estimate", trial.FOLLOW),
+        ("factor of a time that starts a review at once", trial.DRIFT),
         (
-            f"calls between checks, of calls above and below {tuner_rules.CHECK_SECONDS * 1e3:g} ms",
-            " and ".join(map(str, tuner_rules.CHECK_CALLS)),
+            f"calls between checks, of calls above and below {trial.CHECK_SECONDS * 1e3:g} ms",
+            " and ".join(map(str, trial.CHECK_CALLS)),
         ),
     )
-    same, mixed, most = tuner_rules.SETTLE_CALLS
+    same, mixed, most = trial.SETTLE_CALLS
     more = (
         ("bytes of the smallest shard that goes as a difference", admission.DELTA_SHARD_BYTES),
         (
@@ -273,23 +273,23 @@ def tuner_constants(page: Path) -> str:
 def step_constants(page: Path) -> str:
     """The constants by which moves on NCCL groups are chosen."""
     rows = (
-        ("steps before the first trial", step_rules.WARMUP_STEPS),
+        ("steps before the first trial", trial.WARMUP_STEPS),
         (
             "windows of a trial and of a probe, for plain and for coded steps",
-            f"{step_rules.TRIAL_WINDOWS} and {step_rules.PROBE_WINDOWS}",
+            f"{trial.TRIAL_WINDOWS} and {trial.PROBE_WINDOWS}",
         ),
         (
             "steps of a window that do not count, and that do",
-            f"{step_rules.SETTLE_STEPS} and {step_rules.WINDOW_STEPS}",
+            f"{trial.SETTLE_STEPS} and {trial.WINDOW_STEPS}",
         ),
-        ("steps between a trial and the agreement on its times", step_rules.DELAY_STEPS),
-        ("part of all steps that probes may cost", step_rules.PROBE_SHARE),
-        ("share of the current time that the other steps must stay below", step_rules.HYSTERESIS),
+        ("steps between a trial and the agreement on its times", trial.DELAY_STEPS),
+        ("part of all steps that probes may cost", trial.PROBE_SHARE),
+        ("share of the current time that the other steps must stay below", trial.STEP_HYSTERESIS),
         (
             "standard deviations by which they must be ahead, in a probe and in a trial",
-            f"{step_rules.AHEAD_IN_PROBE} and {step_rules.AHEAD_IN_TRIAL}",
+            f"{trial.AHEAD_IN_PROBE} and {trial.AHEAD_IN_TRIAL}",
         ),
-        ("GB/s of a node's network cards from which on nothing is tried", f"{device_rules.FAST_NODE / 1e9:g}"),
+        ("GB/s of a node's network cards from which on nothing is tried", f"{cost_model.FAST_NODE / 1e9:g}"),
     )
     return table(("constant", "value"), rows)
 

@@ -1,4 +1,4 @@
-"""Tables of figures that come from the model of NCCL groups, not from measurements: see :mod:`ds_zipccl.policy.device_rules`. Those of
+"""Tables of figures that come from the model of NCCL groups, not from measurements: see :mod:`ds_zipccl.policy.cost_model`. Those of
 whole steps come from ``docs/results``; a test computes the runs of others again."""
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from measured import picture, provenance, results, table
 
 from ds_zipccl.__main__ import PROGRAM, parse
 from ds_zipccl.cli.planning.speeds import ASSUMED, NETWORKS, network
-from ds_zipccl.policy.device_rules import (
+from ds_zipccl.policy.cost_model import (
     GATHER,
     NOMINAL_BYTES,
     PCIE,

@@ -30,7 +30,7 @@ from ds_zipccl import comm
 from ds_zipccl.comm.buffer_pool import KEEP_BYTES
 from ds_zipccl.comm.shadow_check import bits
 from ds_zipccl.config import ZipcclConfig
-from ds_zipccl.policy import tuner_rules
+from ds_zipccl.policy import trial
 
 RANKS = 4
 #: Ranks of the groups beside that of all ranks.
@@ -232,7 +232,7 @@ def soak(rank: int, ranks: int, seconds: float, seed: int, plant: Callable[[], N
     """
     if plant is not None and rank == 1:
         plant()
-    tuner_rules.CHECK_CALLS, tuner_rules.REVIEW_CHECKS = (8, 8), (1, 4)  # schedules change often
+    trial.CHECK_CALLS, trial.REVIEW_CHECKS = (8, 8), (1, 4)  # schedules change often
     draw, numbers = random.Random(seed), itertools.count()
     groups = [(members, dist.new_group(members)) for members in GROUPS] + [(list(range(ranks)), dist.group.WORLD)]
     weights = [Weights(*pair) for pair in groups]

@@ -25,7 +25,7 @@ from ds_zipccl.benchmarks.links import link, namespaces
 from ds_zipccl.benchmarks.links.backends import BACKENDS, Backend
 from ds_zipccl.comm.engine import calibration
 from ds_zipccl.config import ZipcclConfig
-from ds_zipccl.policy import tuner_rules
+from ds_zipccl.policy import trial
 from ds_zipccl.telemetry import counters
 
 if TYPE_CHECKING:
@@ -138,8 +138,8 @@ def measure(
 
 def settling(op: str) -> int:
     """Calls that the tuner needs at most to choose one of four schedules."""
-    soon, late = tuner_rules.DELAY_CALLS
-    return 4 * tuner_rules.TRIAL_CALLS + (late if ops.OPS[op].one_sided else soon) + 1
+    soon, late = trial.DELAY_CALLS
+    return 4 * trial.TRIAL_CALLS + (late if ops.OPS[op].one_sided else soon) + 1
 
 
 def _config(variant: Variant, backend: Backend) -> ZipcclConfig | None:

@@ -26,7 +26,7 @@ from ds_zipccl.cli.planning import speeds
 from ds_zipccl.cli.planning.operations import PLAIN, TOTAL, operations, traffic
 from ds_zipccl.cli.planning.schedules import DeviceSchedules
 from ds_zipccl.cli.tables import Column
-from ds_zipccl.policy.device_rules import NVLINK, RDMA_REACH
+from ds_zipccl.policy.cost_model import NVLINK, RDMA_REACH
 
 HERE = Path(__file__).parent
 SOURCES = "astra-sim-alibabacloud"

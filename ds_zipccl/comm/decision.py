@@ -6,6 +6,7 @@ import functools
 import json
 from collections.abc import Hashable, Sequence
 from dataclasses import asdict, replace
+from operator import attrgetter
 from typing import NamedTuple
 
 import torch
@@ -21,11 +22,13 @@ from ds_zipccl.comm.request import Request, TensorKind
 from ds_zipccl.comm.tuner import CallTimer, Tuner, TunersBySize
 from ds_zipccl.config import ZipcclConfig
 from ds_zipccl.ops import OPS
-from ds_zipccl.policy import admission, cost_model, send_rules, tuner_rules
+from ds_zipccl.policy import admission, cost_model, trial
 from ds_zipccl.policy.admission import Decision, Message, PassReason
 from ds_zipccl.policy.cost_model import LinkProfile
 from ds_zipccl.telemetry import counters
 
+#: What of a request decides, besides the kind of its tensors, the name of its reduction, the number of its nodes and its config.
+_DECIDING = attrgetter("op", "numel", "role", "tolerance", "based", "plain_sums", "kind", "again", "lossy")
 #: Kinds of messages whose decisions are remembered for each group (admission: programs repeat themselves).
 REMEMBERED = 4096
 
@@ -98,9 +101,9 @@ def _follow_link(request: Request, state: GroupState, tuner: Tuner, seconds: flo
     profile, traffic = link_profile(state, request.tensor.device.type), OPS[request.op].traffic
     if profile is None or request.numel is None or not traffic:
         return
-    if not state.link_corrected and tuner.nominal >= tuner_rules.LINK_BYTES:
+    if not state.link_corrected and tuner.nominal >= trial.LINK_BYTES:
         predicted = cost_model.predict(traffic, "gloo", tuner.nominal, state.size, profile)
-        factor = tuner_rules.link_error(predicted, seconds, met)
+        factor = trial.link_error(predicted, seconds, met)
         if factor != 1:
             device = request.tensor.device.type
             state.profiles[device, state.backend(device)] = profile.slowed(factor)
@@ -115,21 +118,7 @@ def _remembered(request: Request, kind: TensorKind, state: GroupState) -> tuple[
     """Return the decision for a request on tensors of a kind, and the tuner that may change the decision from call to call."""
     name = "" if request.reduce_op is None else reduce_op_name(request.reduce_op)
     # configs are compared by identity, which is cheap; the entry keeps the config alive
-    key = (
-        request.op,
-        request.numel,
-        kind,
-        request.role,
-        name,
-        request.tolerance,
-        request.based,
-        len(request.nodes),
-        request.plain_sums,
-        request.kind,
-        request.again,
-        request.lossy,
-        id(request.config),
-    )
+    key = (*_DECIDING(request), kind, name, len(request.nodes), id(request.config))
     decisions = state.of(DecisionMemory).decisions
     found = decisions.get(key)
     if found is None:
@@ -142,6 +131,8 @@ def _remembered(request: Request, kind: TensorKind, state: GroupState) -> tuple[
             based=request.based,
             plain_sums=request.plain_sums,
             lossy=request.lossy,
+            kind=request.kind,
+            again=request.again,
         )
         found = decisions[key] = (*_decide(request, message, state), request.config)
     return found[:2]
@@ -175,36 +166,28 @@ def _decide(request: Request, message: Message, state: GroupState) -> tuple[Deci
     competing = cost_model.prune_candidates(competing, message, profile)
     if len(competing) == 1:
         return competing[0], None
-    size = None if message.nbytes is None else tuner_rules.size_class(message.nbytes)
-    kind = (request.op, size, message.dtype, message.device, message.role, message.reduce_op, message.based)
-    key = (*kind, message.nodes, request.kind, request.again, message.lossy, json.dumps(asdict(request.config)))
+    size = None if message.nbytes is None else trial.size_class(message.nbytes)
+    key = replace(message, numel=None), size, json.dumps(asdict(request.config))
     tuners = state.of(DecisionMemory).tuners
     if key not in tuners:
         where = "" if group is dist.group.WORLD else f", group {group.group_name}"
         # neither the group nor the request: a tuner keeps no group and no tensors alive
-        make = functools.partial(_tuner_of, competing, message, request.kind, request.again, where, profile)
+        make = functools.partial(_tuner_of, competing, message, where, profile)
         tuners[key] = TunersBySize(make) if size is None else make(size)
     return admitted, tuners[key]
 
 
 def _tuner_of(
-    competing: Sequence[Decision],
-    message: Message,
-    kind: str,
-    again: bool,
-    where: str,
-    profile: LinkProfile | None,
-    size: int,
+    competing: Sequence[Decision], message: Message, where: str, profile: LinkProfile | None, size: int
 ) -> Tuner:
     """Return the tuner for messages of one kind and size class. Its choices are counted under the name of the kind in the table. Sizes are
-    those of the message, or the mean bytes that a rank sends where each rank knows only its own. ``again``: see
-    :class:`ds_zipccl.comm.request.Request`."""
+    those of the message, or the mean bytes that a rank sends where each rank knows only its own."""
     dtype, summed = str(message.dtype).removeprefix("torch."), message.reduce_op or "SUM"
     text = f"{dtype}{'' if summed == 'SUM' else ' ' + summed}"
-    text += f", {tuner_rules.size_text(size)}{' sent by a rank' if message.nbytes is None else ''}"
+    text += f", {trial.size_text(size)}{' sent by a rank' if message.nbytes is None else ''}"
     text += f", {message.lossy}" if message.lossy else ""
-    text += f", {message.ranks} ranks{', with a base' if message.based else ''}{', in backward passes' if again else ''}{where}"
-    on_choice = functools.partial(counters.record_choice, message.role, message.op, text, kind=kind)
+    text += f", {message.ranks} ranks{', with a base' if message.based else ''}{', in backward passes' if message.again else ''}{where}"
+    on_choice = functools.partial(counters.record_choice, message.role, message.op, text, kind=message.kind)
     return Tuner(competing, on_choice, 1 << size, OPS[message.op].traffic == "all_to_all", profile)
 
 
@@ -223,7 +206,7 @@ def decide_message(op: str, tensor: torch.Tensor, state: GroupState, config: Zip
     if config.mode_of(role) != "auto":
         return admitted
     profile = link_profile(state, tensor.device.type)
-    if profile is not None and not send_rules.worth_a_trial(
+    if profile is not None and not cost_model.send_may_gain(
         tensor.nbytes, tensor.dtype, profile, config.staging_mib << 20
     ):
         return Decision.passing(PassReason.LINK_IS_FASTER)

@@ -25,8 +25,7 @@ from ds_zipccl.comm.transport.protocol import (
     Transport,
 )
 from ds_zipccl.policy import wire
-from ds_zipccl.policy.cost_model import LinkProfile
-from ds_zipccl.policy.device_rules import DeviceProfile
+from ds_zipccl.policy.cost_model import DeviceProfile, LinkProfile
 
 _T = TypeVar("_T")
 

@@ -7,16 +7,15 @@ waits for these times thus waits for a call that all ranks have begun, and never
 
 Asynchronous calls, and operations in which some ranks need no data of other ranks, must not make a rank wait. There the time of the fastest
 rank counts, because the other ranks may have waited for a late rank. Times are sent in the next call, and the decision comes many calls
-later, when the times have long arrived (:data:`ds_zipccl.policy.tuner_rules.DELAY_CALLS`).
+later, when the times have long arrived (:data:`ds_zipccl.policy.trial.DELAY_CALLS`).
 """
 
 from __future__ import annotations
 
 import functools
 import math
-import statistics
 import time
-from collections import Counter, defaultdict, deque
+from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
@@ -24,7 +23,7 @@ import torch
 
 from ds_zipccl import tensors
 from ds_zipccl.comm.context import OpContext, Told
-from ds_zipccl.policy import tuner_rules
+from ds_zipccl.policy import trial
 from ds_zipccl.policy.admission import Decision
 from ds_zipccl.policy.cost_model import LinkProfile
 
@@ -51,29 +50,21 @@ class Tuner:
         exchanging: bool = False,
         profile: LinkProfile | None = None,
     ) -> None:
-        self._candidates = candidates
+        self._candidates, self._on_choice = candidates, on_choice
         self.nominal, self.profile = nominal, profile
         self.decided: tuple[float, bool] | None = None
-        self._exchanging = exchanging
-        soon, self._late = tuner_rules.DELAY_CALLS
-        self._soon = tuner_rules.EXCHANGE_DELAY if exchanging else soon
-        first, *rounds = tuner_rules.EXCHANGE_ROUNDS if exchanging else (tuner_rules.TRIAL_CALLS,)
-        self._rounds = deque(rounds)  # calls of each candidate in the rounds of the first trial that are still to come
-        self._on_choice = on_choice
-        self._current = 0
-        self._estimates = [math.inf] * len(candidates)
+        self.trying = True  # the latest planned call belongs to a trial, or there is no choice yet
+        self._trial = trial.CallTrial(len(candidates), exchanging)
+        soon, self._late = trial.DELAY_CALLS
+        self._soon = trial.EXCHANGE_DELAY if exchanging else soon
         self._calls = 0
-        self._due = 0  # the last call that is timed
+        self._due = -1  # the last call that is timed
         self._tag = 0  # of the exchange of measurements
         self._exchange: TimingExchange | None = None  # measurements on their way between ranks
-        self._checks = self._reviews = 0
-        self._review_at = tuner_rules.REVIEW_CHECKS[0]
-        self.trying = True  # the latest planned call belongs to a trial, or there is no choice yet
-        self._told = False  # the first choice counts, also where it is the candidate that has been used so far
-        self._queue: deque[int] = deque()
+        self._told: int | None = None  # the choice that was counted; the first one counts, also where it was in use
         self._seen: Counter[Hashable] = Counter()  # token -> calls by differences since the last call without them
-        self._slots: list[tuple[int, CallTimer]] = []
-        self._try(range(len(candidates)), first)
+        self._slots: list[CallTimer] = []  # of the calls that are timed
+        self._waiting: trial.Turn | None = None  # the turn of a candidate that is not ready
 
     @tensors.undisturbed()
     def next_plan(
@@ -89,43 +80,44 @@ class Tuner:
         Raises:
             CommError: a rank's measurements did not arrive.
         """
+        told = None
         if self._calls == self._due:
             # by all ranks, because its tags count; used by ranks that have not told their times yet
             ctx = open_context()
             if self._exchange is None:
                 self._tell(ctx)
         elif self._exchange is not None:
-            synchronized = all(timer.synchronized for _, timer in self._slots)
+            synchronized = all(timer.synchronized for timer in self._slots)
             if self._calls == self._due + self._late or (
                 self._calls == self._due + self._soon
                 and synchronized
                 and bool((self._exchange.all()[:, :, 1] == 1).all())
             ):
-                told = self._exchange.all()
-                self._decide(agreed_seconds(told, self.nominal), bool((told[:, :, 1] == 1).all()))
+                told, self._exchange, self._slots = self._exchange.all(), None, []
+                self._trial.agree(agreed_seconds(told, self.nominal))
         self._calls += 1
-        trying = bool(self._queue)
-        self.trying = trying or not self._told
-        index = self._queue[0] if trying else self._current
-        ready = self._ready(index, token)
-        if trying and ready:
-            self._queue.popleft()
-            self._due = self._calls if not self._queue else -1
-        timed = ready if trying else self._due - tuner_rules.CHECKED_CALLS < self._calls <= self._due
-        if not timed:
-            return self._candidates[index], None
+        turn = self._waiting or self._trial.next_turn()
+        if told is not None:
+            self._note_choice(met=bool((told[:, :, 1] == 1).all()))
+        ready = self._ready(turn.schedule, token) or not turn.trying
+        self._waiting = None if ready else turn
+        self.trying = turn.trying or self._told is None
+        decision = self._candidates[turn.schedule]
+        if not (turn.timed and ready):
+            return decision, None
         timer = CallTimer(TimingExchange(open_context(), [(0.0, float(meets), 0.0)]), meets)
-        self._slots.append((index, timer))
-        if self._calls == self._due:
+        self._slots.append(timer)
+        if turn.agree:
+            self._due = self._calls
             ctx = open_context()
             self._tag = ctx.tag(0)
-            if all(earlier.synchronized for _, earlier in self._slots[:-1]):
+            if all(earlier.synchronized for earlier in self._slots[:-1]):
                 timer.on_stop = functools.partial(self._tell, ctx)
-        return self._candidates[index], timer
+        return decision, timer
 
     def _tell(self, ctx: OpContext) -> None:
         """Send this rank's measurements to all ranks."""
-        self._exchange = TimingExchange(ctx, [timer.reading() for _, timer in self._slots], self._tag)
+        self._exchange = TimingExchange(ctx, [timer.reading() for timer in self._slots], self._tag)
 
     def _ready(self, index: int, token: Hashable) -> bool:
         """Return whether the next call of a candidate shows its speed. For differences, an earlier call must have sent the same tensor as
@@ -134,79 +126,30 @@ class Tuner:
             self._seen.clear()
             return True
         self._seen[token] += 1
-        before = tuner_rules.SETTLE_CALLS[token is None]
-        return self._seen[token] > before or self._seen.total() > tuner_rules.SETTLE_CALLS[-1]
+        before = trial.SETTLE_CALLS[token is None]
+        return self._seen[token] > before or self._seen.total() > trial.SETTLE_CALLS[-1]
 
-    def _try(self, indices: Sequence[int], calls: int) -> None:
-        """Let the next calls try the candidates ``indices``, ``calls`` calls each: in a row, because differences need the base of earlier
-        calls, or by turns in exchanges, so that a slow moment of the network meets all candidates."""
-        self._slots = []
-        in_a_row = [index for index in indices for _ in range(calls)]
-        self._queue.extend([*indices] * calls if self._exchanging else in_a_row)
-        self._due = -1  # the last call of the trial sets it
-
-    def _decide(self, agreed: Sequence[float], met: bool) -> None:
-        """Choose a candidate from the agreed seconds of all timed calls, and set the next calls to be timed."""
-        self._exchange = None
-        measured: defaultdict[int, list[float]] = defaultdict(list)
-        for (index, _), seconds in zip(self._slots, agreed, strict=True):
-            measured[index].append(seconds)
-        tried = set(measured) != {self._current}
-        before = self._estimates[self._current]
-        # the first call of a trial warms up
-        now = {index: _median((times[1:] if tried else []) or times) for index, times in measured.items()}
-        plain = next((index for index in now if tried and not self._candidates[index].frames), None)
-        self.decided = math.nan if plain is None else now[plain], met
-        for index, seconds in now.items():
-            self._estimates[index] = tuner_rules.follow(self._estimates[index], seconds)
-        if tried:
-            self._switch(tuner_rules.choose(self._current, self._estimates))
-            if self._rounds:
-                calls, fastest = self._rounds.popleft(), {index: _fastest(times) for index, times in measured.items()}
-                left = tuner_rules.remaining(self._estimates, fastest)
-                if len(left) > 1:
-                    self._try(left, calls)
-                    return
-                self._rounds.clear()
-        else:
-            self._checks += 1
-            drifted = tuner_rules.drifted(before, now[self._current])
-            if drifted:  # all estimates are outdated
-                self._estimates = [math.inf] * len(self._candidates)
-                self._estimates[self._current] = now[self._current]
-            if drifted or self._checks >= self._review_at:
-                self._review(everything=drifted)
-                return
-        self._slots = []
-        self._due = self._calls + tuner_rules.check_calls(self._estimates[self._current])
-
-    def _review(self, everything: bool) -> None:
-        """Try other candidates again: all if ``everything``, otherwise the candidates that are due in this review."""
-        self._checks = 0
-        self._reviews += 1
-        first, last = tuner_rules.REVIEW_CHECKS
-        self._review_at = first if everything else min(2 * self._review_at, last)
-        chosen = tuner_rules.probed(self._current, self._estimates, 0 if everything else self._reviews)
-        self._try([self._current, *chosen], tuner_rules.PROBE_CALLS)
-
-    def _switch(self, index: int) -> None:
-        old, self._current = self._current, index
-        if old == index and self._told:
+    def _note_choice(self, met: bool) -> None:
+        """Set what the last agreement has decided from, and count a new choice. ``met``: all ranks had met."""
+        tried, chosen = self._trial.tried, self._trial.chosen
+        plain = (seconds for index, seconds in tried.items() if not self._candidates[index].frames)
+        self.decided = next(plain, math.nan), met
+        if chosen == self._told:
             return
-        self._told = True
+        self._told = chosen
         shown = ", ".join(
             f"{decision} {1e3 * seconds:.3g} ms"
-            for decision, seconds in zip(self._candidates, self._estimates, strict=True)
+            for decision, seconds in zip(self._candidates, self._trial.estimates, strict=True)
             if math.isfinite(seconds)
         )
-        self._on_choice(f"{self._candidates[index]} from call {self._calls + 1} on ({shown})")
+        self._on_choice(f"{self._candidates[chosen]} from call {self._calls} on ({shown})")
 
 
 class TunersBySize:
     """The tuners of a kind of message whose size each rank knows only of itself: one tuner for each size class.
 
     The size of a message is the mean of the bytes that the ranks send. All ranks count the calls. After every
-    :data:`ds_zipccl.policy.tuner_rules.SIZE_CALLS` calls they exchange their bytes of these calls without waiting, and the class of later
+    :data:`ds_zipccl.policy.trial.SIZE_CALLS` calls they exchange their bytes of these calls without waiting, and the class of later
     calls follows from the agreed mean. The mean of several calls is also stable where the sizes of layers differ. ``make`` returns the
     tuner of a size class. A rank whose calls block waits in the next call, until its peers have begun the last of these calls: that call
     itself would have waited for them in gloo. If a call of any rank was asynchronous, all ranks use the mean many calls later, as they do
@@ -232,10 +175,10 @@ class TunersBySize:
         """
         if self._exchange is not None and self._arrived(self._exchange):
             mean = float(self._exchange.all()[:, 0, 2].mean()) / self._due
-            self._size = tuner_rules.followed_class(self._size, round(mean))
+            self._size = trial.followed_class(self._size, round(mean))
             self._exchange, self._blocking = None, True
             self._calls = self._nbytes = 0
-            self._due = tuner_rules.SIZE_CALLS
+            self._due = trial.SIZE_CALLS
         self._calls += 1
         if self._calls <= self._due:
             self._nbytes += nbytes
@@ -253,7 +196,7 @@ class TunersBySize:
         """Return whether all ranks use the exchanged bytes from the next call on. Blocks if this rank may wait for its peers."""
         if self._calls == self._due:
             return self._blocking and bool((exchange.all()[:, 0, 1] == 1).all())
-        return self._calls == self._due + tuner_rules.DELAY_CALLS[1]
+        return self._calls == self._due + trial.DELAY_CALLS[1]
 
 
 class CallTimer:
@@ -322,15 +265,5 @@ def agreed_seconds(measured: torch.Tensor, nominal: int) -> list[float]:
     seconds = measured[:, :, 0].nan_to_num(nan=math.inf, posinf=math.inf)
     slowest = torch.where((measured[:, :, 1] == 1).all(0), seconds.amax(0), seconds.amin(0))
     nbytes = measured[:, :, 2].mean(0)
-    counts = (nbytes * tuner_rules.SIZE_RATIO >= nominal) & (nbytes <= nominal * tuner_rules.SIZE_RATIO)
+    counts = (nbytes * trial.SIZE_RATIO >= nominal) & (nbytes <= nominal * trial.SIZE_RATIO)
     return list(torch.where(counts, slowest * nominal / nbytes, math.nan).tolist())
-
-
-def _median(times: Sequence[float]) -> float:
-    """Return the median of the seconds that count; inf if none does."""
-    return statistics.median([seconds for seconds in times if not math.isnan(seconds)] or [math.inf])
-
-
-def _fastest(times: Sequence[float]) -> float:
-    """Return the shortest of the seconds that count; 0 if none does."""
-    return min((seconds for seconds in times if not math.isnan(seconds)), default=0.0)

@@ -45,7 +45,8 @@ class Message:
     ``numel`` counts the elements of the whole message (the output of a gather, the input of a reduce-scatter). It is None where ranks may
     see different sizes (all-to-all). ``device`` is a device type. ``reduce_op`` is the name in ``torch.distributed.ReduceOp``. ``nodes``:
     the number of nodes of a sum in two levels, 0 for all other operations. ``based``: ranks may hold the result of an earlier gather.
-    ``plain_sums``: the sum is the plain collective's own. ``lossy``: the codec that may change the values in the message.
+    ``plain_sums``: the sum is the plain collective's own. ``lossy``: the codec that may change the values in the message. ``kind``,
+    ``again``: see :class:`ds_zipccl.comm.request.Request`.
     """
 
     op: str
@@ -60,6 +61,8 @@ class Message:
     based: bool = False
     plain_sums: bool = False
     lossy: LossyCodec | None = None
+    kind: str = ""
+    again: bool = False
 
     @property
     def nbytes(self) -> int | None:
@@ -73,7 +76,7 @@ class PassReason(Enum):
     meaning: str
     remedy: str
 
-    def __new__(cls, text: str, meaning: str, remedy: str) -> PassReason:
+    def __new__(cls, text: str, meaning: str, remedy: str = "None is needed.") -> PassReason:
         member = object.__new__(cls)
         member._value_ = text
         member.meaning, member.remedy = meaning, remedy
@@ -146,12 +149,10 @@ class PassReason(Enum):
     COALESCED = (
         "coalescing manager",
         "The program collects operations of the group in torch's coalescing manager, which sends them together.",
-        "None is needed.",
     )
     SECONDARY = (
         "secondary shards",
         "ZeRO-3 gathers a secondary copy of its shards (`zero_hpz_partition_size`) inside a node, where plain communication is fast.",
-        "None is needed.",
     )
     PLAIN_IS_FASTER = (
         "plain is faster",
@@ -204,11 +205,7 @@ class PassReason(Enum):
         "the sizes of frames. Of uneven ones, and of those whose data do not shrink, one call in 32 is coded, to look again.",
         'None is needed. `"mode": "always"` codes the message all the same, to compare.',
     )
-    TO_ITSELF = (
-        "to itself",
-        "A rank sends to itself.",
-        "None is needed.",
-    )
+    TO_ITSELF = ("to itself", "A rank sends to itself.")
     TAG = (
         "tag not below {}",
         "The tag of a send or receive is negative or not below 2^28.",
@@ -229,11 +226,7 @@ class PassReason(Enum):
         "A compiler traces the call (`torch.compile`, `torch.fx`), and has no data to code.",
         "Compile without `fullgraph=True`: graphs then break at collectives, which are coded as usual.",
     )
-    NOT_A_MEMBER = (
-        "not a member of the group",
-        "This rank is not in the group; torch.distributed ignores the call.",
-        "None is needed.",
-    )
+    NOT_A_MEMBER = ("not a member of the group", "This rank is not in the group; torch.distributed ignores the call.")
 
     def of(self, detail: object) -> str:
         """Return the text with a detail, such as the dtype."""

@@ -119,6 +119,43 @@ def slot_bytes(frame: int) -> int:
     return -(-frame // SLOT_UNIT) * SLOT_UNIT
 
 
+#: Plain exchanges after a coded one that did not pay (seed: one useless agreement in so many calls costs little).
+PLAIN_EXCHANGES = 31
+#: Sizes of steps of uneven exchanges among which the ranks choose: 1, 2, 4, ... frames of a pair of ranks (seed: up to a segment of some
+#: GiB).
+STEP_SIZES = 16
+
+
+def between_nodes(nodes: Sequence[Sequence[int]], ranks: int) -> float:
+    """Return the part of its tensor that a rank of the smallest node sends to other nodes. Each rank is a node where ``nodes`` is empty."""
+    least = min(map(len, nodes), default=1)
+    return (ranks - least) / ranks
+
+
+def even_piece(numel: int, itemsize: int, ranks: int, budget: int) -> int:
+    """Return the elements of a frame of exchanges whose segments all have ``numel`` elements. A step has one frame for each peer."""
+    moved = 2 * ranks * itemsize  # sent and received
+    most = device_fragment_bytes(numel * moved, budget)
+    return max(1, most // moved // FRAGMENT_UNIT) * FRAGMENT_UNIT
+
+
+def uneven_piece(itemsize: int, ranks: int, budget: int) -> int:
+    """Return the elements of a frame of exchanges whose segments differ: a step of one frame for each peer, both ways, fits the budget."""
+    return device_piece_numel(itemsize, 2 * ranks, budget)
+
+
+def step_bytes(numels: Sequence[int], itemsize: int, piece: int) -> list[int]:
+    """Return the bytes of words that a rank moves in a step, for each of the STEP_SIZES. ``numels``: elements of the segments of all
+    peers, sent and received. The first step is the largest."""
+    return [itemsize * sum(min(numel, piece << size) for numel in numels) for size in range(STEP_SIZES)]
+
+
+def pieces_of_step(nbytes: Sequence[int], budget: int) -> int:
+    """Return how many frames of a pair of ranks go in one step. ``nbytes``: the most bytes of any rank, as :func:`step_bytes` gives."""
+    most = device_fragment_bytes(nbytes[-1], budget)
+    return 1 << max((size for size, moved in enumerate(nbytes) if moved <= most), default=0)
+
+
 #: A reduce-scatter of parts that are padded to the longest one may have this many times their elements (seed: single reduces of each part
 #: have a latency each).
 PADDED = 1.1

@@ -18,9 +18,9 @@ from ds_zipccl.cli.planning.operations import TOTAL
 from ds_zipccl.cli.planning.schedules import BASE_SPEED, COPY, HASH
 from ds_zipccl.codecs import compress
 from ds_zipccl.lossy import Int, LossyCodec, Round, TacoFp8, Zfp
-from ds_zipccl.policy.cost_model import DELTA_RATIO, LinkProfile, predict
-from ds_zipccl.policy.device_rules import (
+from ds_zipccl.policy.cost_model import (
     AGREEMENT_S,
+    DELTA_RATIO,
     GATHER,
     HOST_BUS,
     LAUNCH_S,
@@ -28,9 +28,11 @@ from ds_zipccl.policy.device_rules import (
     SUM,
     TCP_REACH,
     DeviceProfile,
+    LinkProfile,
     Topology,
     coded_seconds,
     plain_seconds,
+    predict,
 )
 from ds_zipccl.policy.lossy_sizes import expected
 

@@ -24,7 +24,7 @@ from ds_zipccl.comm.buffer_pool import PooledBuffers
 from ds_zipccl.comm.group_state import group_state
 from ds_zipccl.comm.host import frames
 from ds_zipccl.comm.host import gather as host_gather
-from ds_zipccl.policy import admission, tuner_rules
+from ds_zipccl.policy import admission, trial
 from ds_zipccl.telemetry import counters
 from ds_zipccl.telemetry.table import render
 
@@ -338,7 +338,7 @@ def trials(rank: int, ranks: int) -> None:
         differences = counters.rows()[0]["differences"]
         if timed and differences:
             found.append(differences == {"": 1})
-    assert found[: tuner_rules.TRIAL_CALLS] == [True] * tuner_rules.TRIAL_CALLS
+    assert found[: trial.TRIAL_CALLS] == [True] * trial.TRIAL_CALLS
 
 
 def storage(numel: int, dtype: torch.dtype, seed: int) -> torch.Tensor:

@@ -26,7 +26,7 @@ from ds_zipccl.comm.host import exchange as host_exchange
 from ds_zipccl.comm.host.pipeline import Exchange
 from ds_zipccl.comm.transport import TRANSPORTS
 from ds_zipccl.config import ZipcclConfig
-from ds_zipccl.policy import tuner_rules, wire
+from ds_zipccl.policy import trial, wire
 from ds_zipccl.telemetry import counters
 from ds_zipccl.telemetry.table import render
 
@@ -308,9 +308,9 @@ def chosen(rank: int, ranks: int) -> None:
     """Every schedule is tried in mode auto, by node among them, and all bits arrive."""
     levels.pretend(nodes_of(2, 2))
     small_fragments()
-    tuner_rules.CLEARLY_SLOWER = 1e9
+    trial.CLEARLY_SLOWER = 1e9
     auto = replace(CODED, mode="auto")
-    for _ in range(4 * sum(tuner_rules.EXCHANGE_ROUNDS) + 8):
+    for _ in range(4 * sum(trial.EXCHANGE_ROUNDS) + 8):
         exchange(rank, ranks, 4, config=auto)
     assert "cascade frames by node " in render()
 

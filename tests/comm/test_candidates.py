@@ -21,9 +21,9 @@ from ds_zipccl.comm import topology, tuner
 from ds_zipccl.comm.group_state import group_state, link_profile
 from ds_zipccl.comm.host import exchange as host_exchange
 from ds_zipccl.comm.host import gather, pipeline, sums
-from ds_zipccl.policy import tuner_rules
+from ds_zipccl.policy import trial
 from ds_zipccl.policy.cost_model import LinkProfile
-from ds_zipccl.policy.tuner_rules import choose, drifted, follow, probed, remaining
+from ds_zipccl.policy.trial import choose, drifted, follow, probed, remaining
 from ds_zipccl.telemetry import counters
 
 NUMEL = 40_000
@@ -31,9 +31,9 @@ PHASE = 85
 
 
 def test_size_classes() -> None:
-    sizes = [tuner_rules.size_class(nbytes) for nbytes in (1 << 21, (1 << 21) - 1, 1 << 20)]
+    sizes = [trial.size_class(nbytes) for nbytes in (1 << 21, (1 << 21) - 1, 1 << 20)]
     assert sizes[0] == sizes[1] + 1 == sizes[2] + 1
-    assert tuner_rules.size_text(sizes[1]) == "up to 2 MiB"
+    assert trial.size_text(sizes[1]) == "up to 2 MiB"
 
 
 @pytest.mark.parametrize(
@@ -45,7 +45,7 @@ def test_size_classes() -> None:
     ],
 )
 def test_sizes_leave_their_class_when_they_are_clearly_out(size: int, nbytes: int, wanted: int) -> None:
-    assert tuner_rules.followed_class(size, nbytes) == wanted
+    assert trial.followed_class(size, nbytes) == wanted
 
 
 def test_clearly_slower_candidates_are_left_out() -> None:
@@ -104,9 +104,9 @@ def followed(rank: int, ranks: int, later: bool) -> list[str]:
     """The faster way is chosen in 30 calls; when the speeds change, so does the choice, on all ranks at once."""
     ways: list[str] = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tuner_rules, "CHECK_CALLS", (6, 6))
-        patch.setattr(tuner_rules, "REVIEW_CHECKS", (2, 4))
-        patch.setattr(tuner_rules, "DELAY_CALLS", (4, 8))
+        patch.setattr(trial, "CHECK_CALLS", (6, 6))
+        patch.setattr(trial, "REVIEW_CHECKS", (2, 4))
+        patch.setattr(trial, "DELAY_CALLS", (4, 8))
         speeds, noise = Speeds(patch), random.Random(rank)
         for speeds.plain, speeds.ours in ((0.03, 0.0), (0.0, 0.03), (0.03, 0.0)):
             for step in range(PHASE):
@@ -157,7 +157,7 @@ def by_nodes(rank: int, ranks: int, nodes: int) -> None:
     """Gathers where some ranks share a node: every schedule is tried, the bits are right, and a shard enters a node once."""
     group_state(None).nodes = [list(range(first, first + ranks // nodes)) for first in range(0, ranks, ranks // nodes)]
     calls = []
-    for step in range(tuner_rules.TRIAL_CALLS * 4):
+    for step in range(trial.TRIAL_CALLS * 4):
         counters.reset()
         got = torch.zeros(NUMEL * ranks, dtype=torch.bfloat16)
         mine = got[rank * NUMEL :][:NUMEL].copy_(own(rank, step)) if step % 2 else own(rank, step)
@@ -165,7 +165,7 @@ def by_nodes(rank: int, ranks: int, nodes: int) -> None:
         corpus.assert_same_bits(got, torch.cat([own(peer, step) for peer in range(ranks)]))
         calls.append(counters.totals()["logical_bytes"] / mine.nbytes)
     everyone, chosen = ranks - 1, (nodes - 1) + (ranks // nodes - 1) * nodes  # frames that a rank sends
-    calls_each = tuner_rules.TRIAL_CALLS
+    calls_each = trial.TRIAL_CALLS
     assert calls == [0] * calls_each + [everyone] * 2 * calls_each + [chosen] * calls_each
 
 
@@ -229,8 +229,8 @@ def chosen(
     rank: int, ranks: int, steps: int, later: str, plant: Callable[[int], None] | None = None
 ) -> list[tuple[int, str, bool]]:
     """The nominal sizes, the choices, and the timed calls of many calls. Ranks come late by turns, rank 1 always."""
-    tuner_rules.CHECK_CALLS, tuner_rules.REVIEW_CHECKS = (5, 6), (1, 2)
-    tuner_rules.DELAY_CALLS = (4, 9)
+    trial.CHECK_CALLS, trial.REVIEW_CHECKS = (5, 6), (1, 2)
+    trial.DELAY_CALLS = (4, 9)
     said: list[tuple[int, str, bool]] = []
     next_plan = tuner.Tuner.next_plan
 
@@ -266,7 +266,7 @@ def own_size(rank: int) -> None:
     at = tuner.TunersBySize.at
 
     def wrong(self: tuner.TunersBySize, opened: Any, nbytes: int, blocking: bool) -> Any:
-        tuner_rules.followed_class = lambda size, mean: tuner_rules.size_class(max(1, nbytes))
+        trial.followed_class = lambda size, mean: trial.size_class(max(1, nbytes))
         return at(self, opened, nbytes, blocking)
 
     tuner.TunersBySize.at = wrong  # type: ignore[method-assign]
@@ -275,7 +275,7 @@ def own_size(rank: int) -> None:
 def too_soon(rank: int) -> None:
     """Planted: a rank whose calls block does not care that others do not."""
     tuner.TunersBySize._arrived = lambda self, exchange: (  # type: ignore[method-assign]
-        self._calls == self._due + (0 if self._blocking else tuner_rules.DELAY_CALLS[1])
+        self._calls == self._due + (0 if self._blocking else trial.DELAY_CALLS[1])
     )
 
 

@@ -26,7 +26,7 @@ from ds_zipccl.comm.transport import TRANSPORTS
 from ds_zipccl.config import ZipcclConfig
 from ds_zipccl.lossy import Int, Round
 from ds_zipccl.ops import TRAFFIC
-from ds_zipccl.policy import admission, cost_model, send_rules
+from ds_zipccl.policy import admission, cost_model, trial
 from ds_zipccl.policy.cost_model import VARIANTS, LinkProfile, predict, typical_ratio
 
 PIECE_BYTES = 4 << 20
@@ -247,19 +247,19 @@ def test_a_send_is_tried_where_frames_save_time() -> None:
     nbytes, staging = 32 << 20, 64 << 20
     for speed, coded, one, known in ((1.3e9, 0, 0, 0), (1.4e9, 1, 0, 0), (2.5e9, 1, 0, 1), (12e9, 1, 1, 1)):
         link = line(1e-9, speed)
-        assert send_rules.worth_a_trial(nbytes, torch.bfloat16, link, staging) == coded, speed
-        assert send_rules.worth_a_trial(1 << 20, torch.bfloat16, link, staging) == one, speed
-        assert send_rules.worth_a_trial(nbytes, torch.int64, link, staging) == known, speed
+        assert cost_model.send_may_gain(nbytes, torch.bfloat16, link, staging) == coded, speed
+        assert cost_model.send_may_gain(1 << 20, torch.bfloat16, link, staging) == one, speed
+        assert cost_model.send_may_gain(nbytes, torch.int64, link, staging) == known, speed
         alone = replace(line(2e-9, speed), one_way=0.5)  # a link that both directions of an exchange share
-        assert send_rules.worth_a_trial(nbytes, torch.bfloat16, alone, staging) == coded, speed
+        assert cost_model.send_may_gain(nbytes, torch.bfloat16, alone, staging) == coded, speed
     link = line(1e-9, 8e9)
     piece = 4 << 20
     wanted = 2 * piece / 8e9 + nbytes / 1.5 * 1e-9 + 1e-9
-    assert send_rules.seconds(nbytes, torch.bfloat16, link, staging) == pytest.approx(wanted)
+    assert cost_model.send_seconds(nbytes, torch.bfloat16, link, staging) == pytest.approx(wanted)
     one = 1 << 20
     wanted = 2 * one / 8e9 + one / 1.5 * 1e-9
-    assert send_rules.seconds(one, torch.bfloat16, link, staging) == pytest.approx(wanted), "one frame overlaps nothing"
-    assert send_rules.seconds(one, torch.bool, link, staging) == pytest.approx(2 * one / 8e9 + 1e-9)
+    assert cost_model.send_seconds(one, torch.bfloat16, link, staging) == pytest.approx(wanted), "one frame: no overlap"
+    assert cost_model.send_seconds(one, torch.bool, link, staging) == pytest.approx(2 * one / 8e9 + 1e-9)
 
 
 def test_against_a_base_every_copy_counts() -> None:
@@ -341,13 +341,13 @@ def test_a_bad_first_round_does_not_count(monkeypatch: pytest.MonkeyPatch) -> No
 def test_a_third_time_decides_between_two(times: tuple[float, ...], found: float) -> None:
     """Two times that agree need none."""
     left = list(times)
-    assert calibration.in_rounds((1,), lambda size: (left.pop(0), 0.0), 9.0) == [(1.0, found)] and not left
+    assert trial.in_rounds((1,), lambda size: (left.pop(0), 0.0), 9.0) == [(1.0, found)] and not left
 
 
 def test_sizes_that_take_long_are_left_out() -> None:
     """The first one is measured in any case."""
     for sizes, wanted in (((1, 2, 40), [(1.0, 0.1), (2.0, 0.2)]), ((20, 40), [(20.0, 2.0)])):
-        assert calibration.in_rounds(sizes, lambda size: (size / 10, size / 10), 1.0) == wanted
+        assert trial.in_rounds(sizes, lambda size: (size / 10, size / 10), 1.0) == wanted
 
 
 def corrected(rank: int, size: int, factor: float) -> tuple[LinkProfile, int]:

@@ -362,7 +362,7 @@ def test_times_are_for_the_size_of_the_kind(members: Any) -> None:
     by_size = decided(members, AUTO, **UNEVEN)[1]
     assert isinstance(by_size, TunersBySize)
     tuner = by_size._make(16)
-    assert tuner.nominal == 1 << 16 and tuner._rounds and tuner is not by_size._make(15)
+    assert tuner.nominal == 1 << 16 and tuner._trial._exchanging and tuner is not by_size._make(15)
 
 
 def test_the_table_names_the_kind(members: Any) -> None:
@@ -371,7 +371,7 @@ def test_the_table_names_the_kind(members: Any) -> None:
     for more in ({}, {"role": "zero_grad"}, {"reduce_op": dist.ReduceOp.AVG}, UNEVEN, {"based": True}):
         tuner = decided(members, **{"config": AUTO, **more, "kind": "dispatch" if more is UNEVEN else ""})[1]
         assert tuner is not None
-        (tuner if isinstance(tuner, Tuner) else tuner._make(15))._switch(0)
+        (tuner if isinstance(tuner, Tuner) else tuner._make(15))._note_choice(met=True)
     rows = {row["role"]: set(row["choices"]) for row in counters.rows()}
     words = "float32{}, {}, 2 ranks{}, group 7"
     size = "up to 0.0312 MiB"

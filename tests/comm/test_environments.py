@@ -25,7 +25,7 @@ from ds_zipccl import comm, tensors
 from ds_zipccl.comm.decision import DecisionMemory
 from ds_zipccl.comm.group_state import group_state
 from ds_zipccl.kernels.sums import flushes_here
-from ds_zipccl.policy import tuner_rules
+from ds_zipccl.policy import trial
 
 MODES = {"always": CODED, "auto": AUTO, "raw": replace(CODED, codec="raw")}
 #: Elements of a shard: more than one block, not a multiple of anything.
@@ -139,7 +139,7 @@ def under_all(rank: int, ranks: int, names: list[str]) -> int:
     os.environ["LOCAL_RANK"] = str(rank)
     deepspeed.init_distributed("gloo", auto_mpi_discovery=False, verbose=False)
     torch.utils.deterministic.fill_uninitialized_memory = True
-    tuner_rules.TRIAL_CALLS, tuner_rules.SETTLE_CALLS = 1, (0, 0, 4096)
+    trial.TRIAL_CALLS, trial.SETTLE_CALLS = 1, (0, 0, 4096)
     kinds, compared = list(corpus.SUMMED.values()), 0
     for seed, name in enumerate(names):
         environment = ENVIRONMENTS[name]

@@ -24,7 +24,7 @@ from ds_zipccl.comm.group_state import GroupState
 from ds_zipccl.comm.host import pipeline, shared_base
 from ds_zipccl.comm.transport.protocol import TAGS_PER_COLLECTIVE, TAGS_PER_RANGE, TagRange
 from ds_zipccl.config import ZipcclConfig
-from ds_zipccl.policy import tuner_rules
+from ds_zipccl.policy import trial
 from ds_zipccl.policy.admission import PassReason
 from ds_zipccl.telemetry import counters
 from ds_zipccl.telemetry.table import render
@@ -141,7 +141,7 @@ def by_name(name: str, mine: torch.Tensor, kind: str, later: bool) -> torch.Tens
 
 def every_layout(rank: int, ranks: int, name: str, later: bool) -> None:
     """Ranks come with layouts of their own to operations whose schedules change: gloo refuses some on one rank only."""
-    tuner_rules.CHECK_CALLS, tuner_rules.REVIEW_CHECKS, tuner_rules.DELAY_CALLS = (6, 6), (1, 2), (4, 8)
+    trial.CHECK_CALLS, trial.REVIEW_CHECKS, trial.DELAY_CALLS = (6, 6), (1, 2), (4, 8)
     for step in range(90):
         both = [
             torch.randn(ROWS, COLUMNS, generator=torch.Generator().manual_seed(2 * step + peer)) for peer in range(2)
@@ -158,7 +158,7 @@ def every_layout(rank: int, ranks: int, name: str, later: bool) -> None:
 def shapes_that_gloo_refuses(rank: int, ranks: int, later: bool) -> None:
     """gloo wants the shapes of a gather's input and output to fit, as those of MoE's gather_tokens do not. Ours want their sizes to."""
     counters.reset()
-    for step in range(3 * tuner_rules.TRIAL_CALLS + tuner_rules.DELAY_CALLS[1] + 4):
+    for step in range(3 * trial.TRIAL_CALLS + trial.DELAY_CALLS[1] + 4):
         mine = own(rank, step)
         whole = torch.empty(8, ranks * NUMEL // 8, dtype=torch.bfloat16)
         if not step:
@@ -249,7 +249,7 @@ def idle_threads_are_few(rank: int, ranks: int) -> None:
 
 HALF = 20_000
 #: Operations in flight at a time: past the first measurements that ranks tell each other, in a program that waits for none.
-MANY = 3 * tuner_rules.TRIAL_CALLS + 20
+MANY = 3 * trial.TRIAL_CALLS + 20
 
 
 def filled(value: float, numel: int = HALF) -> torch.Tensor:
@@ -290,7 +290,7 @@ def one_after_another(rank: int, ranks: int, config: ZipcclConfig) -> None:
 
 def uneven_list(rank: int, ranks: int, config: ZipcclConfig) -> None:
     """What gloo's own all_to_all refuses works from the first call on."""
-    for _ in range(tuner_rules.TRIAL_CALLS + 2):
+    for _ in range(trial.TRIAL_CALLS + 2):
         sizes = [HALF + 100 * (rank + peer) for peer in range(ranks)]
         got = [filled(0, size) for size in sizes]
         comm.all_to_all(got, [filled(10 * rank + peer, size) for peer, size in enumerate(sizes)], config=config)
@@ -349,7 +349,7 @@ def undecided(rank: int, ranks: int, kind: str) -> None:
     """An asynchronous plain collective is timed too, whatever handle torch gives for it."""
     counters.reset()
     sizes = itertools.cycle([HALF, HALF + HALF // 3, HALF + HALF // 2])
-    for _ in range(3 * tuner_rules.TRIAL_CALLS + tuner_rules.DELAY_CALLS[1] + 2):
+    for _ in range(3 * trial.TRIAL_CALLS + trial.DELAY_CALLS[1] + 2):
         size = next(sizes)
         if kind == "coalesced":
             comm.all_reduce_coalesced([filled(1, size), filled(1, size)], async_op=True, config=AUTO).wait()
@@ -366,11 +366,11 @@ def raw_frames_are_no_differences(rank: int, ranks: int) -> None:
     """Where there is a base, raw frames are still raw, and coded ones no differences."""
     generator = torch.Generator().manual_seed(1)
     whole, ratios = torch.randn(2 * ranks * HALF, generator=generator).bfloat16(), []
-    for _ in range(4 * tuner_rules.TRIAL_CALLS):
+    for _ in range(4 * trial.TRIAL_CALLS):
         counters.reset()
         comm.all_gather_into_tensor(whole, whole.chunk(ranks)[rank], config=AUTO, base=comm.IN_PLACE)
         ratios.append(counters.totals()["ratio"])
-    calls = tuner_rules.TRIAL_CALLS
+    calls = trial.TRIAL_CALLS
     assert all(0.99 < ratio <= 1 for ratio in ratios[: 2 * calls])
     assert all(1.3 < ratio < 1.7 for ratio in ratios[2 * calls : 3 * calls]) and min(ratios[3 * calls + 1 :]) > 50
 

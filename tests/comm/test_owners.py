@@ -32,7 +32,7 @@ from ds_zipccl.comm.ops import reduce_to_owners
 from ds_zipccl.comm.ops.reduce_to_owners import Owners, spans_of
 from ds_zipccl.comm.request import Owned
 from ds_zipccl.config import ZipcclConfig
-from ds_zipccl.policy import admission, cost_model, tuner_rules
+from ds_zipccl.policy import admission, cost_model, trial
 from ds_zipccl.policy.admission import Message
 from ds_zipccl.telemetry import counters
 
@@ -252,7 +252,7 @@ def half_as_much_is_sent(rank: int, ranks: int) -> None:
 def competing(rank: int, ranks: int) -> None:
     """Every schedule is tried, with the same bits."""
     draw = random.Random(0)
-    for step in range(3 * tuner_rules.TRIAL_CALLS + tuner_rules.DELAY_CALLS[0] + 3):
+    for step in range(3 * trial.TRIAL_CALLS + trial.DELAY_CALLS[0] + 3):
         mine = bell(rank, 50_000, corpus.BF16, step)
         owned = uneven(draw, len(mine), ranks)
         want, own = mine.clone(), mask(owned, rank)
@@ -262,7 +262,7 @@ def competing(rank: int, ranks: int) -> None:
     (row,) = counters.rows()
     assert row["op"] == "reduce_to_owners"
     assert "trying schedules" in row["reasons"].keys() <= {"trying schedules", "plain is faster"}
-    assert row["passed"] >= tuner_rules.TRIAL_CALLS and row["calls"] >= 2 * tuner_rules.TRIAL_CALLS
+    assert row["passed"] >= trial.TRIAL_CALLS and row["calls"] >= 2 * trial.TRIAL_CALLS
     assert [count for _, count in row["choices"].values()] == [1]
 
 
@@ -485,7 +485,7 @@ def whatever_is_chosen(rank: int, ranks: int) -> None:
     chosen = []
     for kind in ("bell", "noise"):
         counters.reset()
-        for step in range(3 * tuner_rules.TRIAL_CALLS + tuner_rules.DELAY_CALLS[0]):
+        for step in range(3 * trial.TRIAL_CALLS + trial.DELAY_CALLS[0]):
             draw = torch.Generator().manual_seed(step)
             noise = torch.randint(-(1 << 15), 1 << 15, (ranks, 40_000), dtype=torch.int16, generator=draw)
             everyone = [bell(peer, 40_000, corpus.BF16, step) for peer in range(ranks)]

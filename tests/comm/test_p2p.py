@@ -31,7 +31,7 @@ from ds_zipccl.comm.ops import p2p
 from ds_zipccl.comm.transport.protocol import BODY_TAGS, TAGS_PER_RANGE, TagRange
 from ds_zipccl.comm.work import CommError
 from ds_zipccl.config import ZipcclConfig
-from ds_zipccl.policy import admission, send_rules
+from ds_zipccl.policy import admission, trial
 from ds_zipccl.policy.cost_model import LinkProfile
 from ds_zipccl.telemetry import counters
 
@@ -391,7 +391,7 @@ def choose(rank: int, ranks: int, slow: str, numel: int) -> tuple[Counter[bool],
     tensor = torch.randn(numel).bfloat16()
     seen = Counter[bool]()
     for number in range(40):
-        if number == 2 * send_rules.TRIAL_SENDS + 2:
+        if number == 2 * trial.TRIAL_SENDS + 2:
             seen = ways()
         if rank == 0:
             comm.send(tensor, 1, config=MEASURED, role="pp")
@@ -441,7 +441,7 @@ def _raw_report(ctx: Any, peer: int, number: int, content: bytes) -> None:
 def test_the_receivers_times_choose(slow: str, numel: int) -> None:
     (seen, choices), _ = runner.run(choose, 2, slow, numel)
     wanted = slow == "coded"
-    assert seen[wanted] == 40 - 2 * send_rules.TRIAL_SENDS - 2 and not seen[not wanted], (seen, choices)
+    assert seen[wanted] == 40 - 2 * trial.TRIAL_SENDS - 2 and not seen[not wanted], (seen, choices)
     (text,) = choices
     assert text.startswith(f"{'raw' if wanted else 'coded'} from send"), text
 
@@ -474,7 +474,7 @@ def nobody_waits_for_a_report(rank: int, ranks: int) -> None:
 def trials_do_not_need_the_receivers_wait(rank: int, ranks: int) -> None:
     """Both ranks wait for their sends first: a trial must not need the receiver's wait()."""
     for numel in (40_000, 300_000):
-        for number in range(2 * send_rules.TRIAL_SENDS + 2):
+        for number in range(2 * trial.TRIAL_SENDS + 2):
             tensor, got = torch.full((numel,), float(number)).bfloat16(), torch.zeros(numel).bfloat16()
             sending, receiving = (
                 comm.isend(tensor, 1 - rank, config=MEASURED),
@@ -484,21 +484,21 @@ def trials_do_not_need_the_receivers_wait(rank: int, ranks: int) -> None:
 
 
 def test_trials_take_turns() -> None:
-    trials, found = {False: 0, True: 0}, ""
+    trials, found = 0, ""
     for call in range(1, 300):
-        raw = send_rules.next_trial(trials[False], trials[True], call)
+        raw = trial.next_trial(trials, call)
         found += "." if raw is None else "cu"[raw]
-        if raw is not None:
-            trials[raw] += 1
-    first, rest = found[: 2 * send_rules.TRIAL_SENDS], found[2 * send_rules.TRIAL_SENDS :]
-    assert sorted(first) == ["c"] * send_rules.TRIAL_SENDS + ["u"] * send_rules.TRIAL_SENDS
+        trials += raw is not None
+    first, rest = found[: 2 * trial.TRIAL_SENDS], found[2 * trial.TRIAL_SENDS :]
+    assert sorted(first) == ["c"] * trial.TRIAL_SENDS + ["u"] * trial.TRIAL_SENDS
     assert first[:6] == "cuuccu" and sorted(rest.replace(".", "")) == ["c", "c", "u", "u"], found
 
 
 def test_noise_does_not_move_the_choice() -> None:
-    assert send_rules.raw_is_faster(2.0, 1.9, None) and not send_rules.raw_is_faster(1.9, 2.0, None)
-    assert not send_rules.raw_is_faster(2.0, 1.96, False) and send_rules.raw_is_faster(2.0, 1.8, False)
-    assert send_rules.raw_is_faster(1.96, 2.0, True) and not send_rules.raw_is_faster(1.8, 2.0, True)
+    """Of coded and raw sends: the first choice is the faster one, a later one must be clearly faster."""
+    assert trial.choose(None, (2.0, 1.9)) and not trial.choose(None, (1.9, 2.0))
+    assert not trial.choose(False, (2.0, 1.96)) and trial.choose(False, (2.0, 1.8))
+    assert trial.choose(True, (1.96, 2.0)) and not trial.choose(True, (1.8, 2.0))
 
 
 @runner.together(2, full="it sleeps beyond a timeout")

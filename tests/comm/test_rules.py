@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from ds_zipccl.config import ZipcclConfig
-from ds_zipccl.policy import device_rules, step_rules, wire
+from ds_zipccl.policy import cost_model, trial, wire
 from ds_zipccl.policy.admission import (
     CODED_REDUCE_OPS,
     DELTA_DTYPES,
@@ -23,7 +23,7 @@ from ds_zipccl.policy.admission import (
     candidates,
     is_small,
 )
-from ds_zipccl.policy.device_rules import (
+from ds_zipccl.policy.cost_model import (
     ALL_TO_ALL,
     GATHER,
     PCIE,
@@ -40,8 +40,7 @@ from ds_zipccl.policy.device_rules import (
     plain_seconds,
     sums_of,
 )
-from ds_zipccl.policy.step_rules import CODED, PLAIN, StepTuner, other
-from ds_zipccl.policy.tuner_rules import CHECK_CALLS, CHECK_SECONDS, check_calls
+from ds_zipccl.policy.trial import CHECK_CALLS, CHECK_SECONDS, CODED, PLAIN, StepTrial, check_calls
 from ds_zipccl.policy.wire import (
     RAW_BELOW_BYTES,
     TOGETHER_BELOW_BYTES,
@@ -189,29 +188,30 @@ Step = Callable[[int], float]
 class Job:
     """A job whose steps take the seconds of its schedule, times a noise."""
 
-    def __init__(self, start: str, plain: Step, coded: Step, noise: Callable[[int], float]) -> None:
-        self.tuner = StepTuner(start)
+    def __init__(self, start: int, plain: Step, coded: Step, noise: Callable[[int], float]) -> None:
+        self.tuner = StepTrial(start)
+        self.turn = self.tuner.next_turn()
         self._seconds = {PLAIN: plain, CODED: coded}
         self._noise = noise
         self._times: list[float] = []
-        self.schedules: list[str] = []
-        self.chosen: list[str] = []
+        self.schedules: list[int] = []
+        self.chosen: list[int] = []
         self.agreements: list[int] = []
         self.spent = 0.0
 
     def run(self, steps: int) -> Job:
         for _ in range(steps):
             number = len(self.schedules)
-            self.schedules.append(self.tuner.schedule)
-            seconds = self._seconds[self.tuner.schedule](number) * self._noise(number)
+            self.schedules.append(self.turn.schedule)
+            seconds = self._seconds[self.turn.schedule](number) * self._noise(number)
             self.spent += seconds
-            timed, agree = self.tuner.end_step()
-            if timed:
+            if self.turn.timed:
                 self._times.append(seconds)
-            if agree:
+            if self.turn.agree:
                 self.agreements.append(number)
-                self.tuner.decide(self._times)
+                self.tuner.agree(self._times)
                 self._times = []
+            self.turn = self.tuner.next_turn()
             self.chosen.append(self.tuner.chosen)
         return self
 
@@ -232,7 +232,7 @@ def noises(seed: int) -> dict[str, Callable[[int], float]]:
 
 @pytest.mark.parametrize("kind", noises(0))
 @pytest.mark.parametrize("start", [PLAIN, CODED])
-def test_noise_switches_nothing(kind: str, start: str) -> None:
+def test_noise_switches_nothing(kind: str, start: int) -> None:
     """By the rules once in 4,000 trials. Of 3,000 runs with seeds from 1000 on none switched."""
     switched = sum(
         len(set(Job(start, lambda step: 1.0, lambda step: 1.0, noises(seed)[kind]).run(10_000).chosen)) > 1
@@ -244,9 +244,9 @@ def test_noise_switches_nothing(kind: str, start: str) -> None:
 @pytest.mark.parametrize("kind", noises(0))
 @pytest.mark.parametrize("start", [PLAIN, CODED])
 @pytest.mark.parametrize("better", [PLAIN, CODED])
-def test_the_better_arm_is_found(kind: str, start: str, better: str) -> None:
+def test_the_better_arm_is_found(kind: str, start: int, better: int) -> None:
     """It takes a quarter less."""
-    seconds: dict[str, Step] = {better: lambda step: 0.75, other(better): lambda step: 1.0}
+    seconds: dict[int, Step] = {better: lambda step: 0.75, 1 - better: lambda step: 1.0}
     for seed in range(5):
         job = Job(start, seconds[PLAIN], seconds[CODED], noises(seed)[kind]).run(4000)
         assert job.tuner.chosen == better, seed
@@ -266,7 +266,7 @@ def test_trials_cost_little(slower: float) -> None:
     job = Job(CODED, lambda step: slower, lambda step: 1.0, lambda step: 1.0).run(100)
     before = job.spent
     job.run(20_000)
-    assert job.tuner.chosen == CODED and (job.spent - before) / 20_000 <= 1.0 + step_rules.PROBE_SHARE
+    assert job.tuner.chosen == CODED and (job.spent - before) / 20_000 <= 1.0 + trial.PROBE_SHARE
     assert job.schedules[100:].count(PLAIN) > 0 and len(job.agreements) < 40
 
 
@@ -280,26 +280,29 @@ def test_a_change_of_the_network_is_found() -> None:
     assert switches == 1
 
 
-def timed_steps(tuner: StepTuner) -> int:
+def timed_steps(job: Job) -> int:
     """The number of timed steps up to the next agreement."""
     count = 0
     while True:
-        timed, agree = tuner.end_step()
-        count += timed
-        if agree:
+        count += job.turn.timed
+        if job.turn.agree:
             return count
+        job.turn = job.tuner.next_turn()
 
 
 def test_a_probe_alone_switches_nothing() -> None:
     """A probe that finds the other schedule better is followed by a whole trial."""
     job = Job(PLAIN, lambda step: 1.0, lambda step: 1.1, lambda step: 1.0).run(100)
-    while job.tuner.end_step().timed is False:  # up to the probe
-        pass
-    assert 1 + timed_steps(job.tuner) == 2 * step_rules.PROBE_WINDOWS * step_rules.WINDOW_STEPS
-    window = [1.0] * step_rules.WINDOW_STEPS + [0.5] * step_rules.WINDOW_STEPS
-    assert not job.tuner.decide(window * step_rules.PROBE_WINDOWS) and job.tuner.chosen == PLAIN
-    assert timed_steps(job.tuner) == 2 * step_rules.TRIAL_WINDOWS * step_rules.WINDOW_STEPS
-    assert job.tuner.decide(window * step_rules.TRIAL_WINDOWS) and job.tuner.chosen == CODED
+    assert timed_steps(job) == 2 * trial.PROBE_WINDOWS * trial.WINDOW_STEPS
+    window = [1.0] * trial.WINDOW_STEPS + [0.5] * trial.WINDOW_STEPS
+    for windows, chosen in ((trial.PROBE_WINDOWS, PLAIN), (trial.TRIAL_WINDOWS, CODED)):
+        job.tuner.agree(window * windows)
+        job.turn = job.tuner.next_turn()
+        assert job.tuner.chosen == chosen
+        assert (
+            timed_steps(job)
+            == 2 * trial.WINDOW_STEPS * {PLAIN: trial.TRIAL_WINDOWS, CODED: trial.PROBE_WINDOWS}[chosen]
+        )
 
 
 @pytest.mark.parametrize("wrong", [math.inf, math.nan, 0.0])
@@ -391,7 +394,7 @@ def test_break_even_sizes(gbits: float, reach: float, megabytes: float) -> None:
 
 def test_pieces_are_those_of_the_schedules() -> None:
     """Not imported, because ``plan --help`` must not load torch."""
-    assert (device_rules.PIECES, PIECE_BYTES) == (wire.DEVICE_FRAGMENTS, wire.DEVICE_FRAGMENT_BYTES)
+    assert (cost_model.PIECES, PIECE_BYTES) == (wire.DEVICE_FRAGMENTS, wire.DEVICE_FRAGMENT_BYTES)
 
 
 def test_rules() -> None:
@@ -418,4 +421,4 @@ def test_a_codec_that_is_too_slow_is_not_tried() -> None:
 @pytest.mark.parametrize("wrong", [0.0, -1.0, math.inf, math.nan])
 def test_profiles_refuse_numbers(wrong: float) -> None:
     with pytest.raises(ValueError, match="measure again"):
-        device_rules.DeviceProfile(network=wrong)
+        cost_model.DeviceProfile(network=wrong)

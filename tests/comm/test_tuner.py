@@ -12,14 +12,14 @@ import torch
 
 from ds_zipccl.comm import tuner
 from ds_zipccl.comm.tuner import CallTimer, Tuner, agreed_seconds
-from ds_zipccl.policy import tuner_rules
+from ds_zipccl.policy import trial
 from ds_zipccl.policy.admission import Decision
 
 INF, NAN = math.inf, math.nan
 PLAIN, RAW, CODED = PLANS = (Decision(False, "", ""), Decision(True, "raw", ""), Decision(True, "cascade", ""))
 DELTA = Decision(True, "cascade", "", with_base=True)
 #: Calls from the last one of a trial to the decision, where ranks have met.
-SOON = tuner_rules.DELAY_CALLS[0] + 1
+SOON = trial.DELAY_CALLS[0] + 1
 
 
 # ---- decisions ---------------------------------------------------------------------------------------------------------
@@ -68,16 +68,16 @@ class Bench:
         return [self.call(seconds, tensor) for _ in range(count)]
 
 
-TRIAL = len(PLANS) * tuner_rules.TRIAL_CALLS
+TRIAL = len(PLANS) * trial.TRIAL_CALLS
 
 
-@pytest.mark.parametrize("meet, delay", [(True, tuner_rules.DELAY_CALLS[0]), (False, tuner_rules.DELAY_CALLS[1])])
+@pytest.mark.parametrize("meet, delay", [(True, trial.DELAY_CALLS[0]), (False, trial.DELAY_CALLS[1])])
 def test_a_trial_and_its_decision(monkeypatch: pytest.MonkeyPatch, meet: bool, delay: int) -> None:
     """Every candidate in a block of timed calls; so many calls later, and not one earlier, the fastest."""
     bench = Bench(monkeypatch, meet=meet)
     seconds = {PLAIN: 3.0, RAW: 2.0, CODED: 1.0}
     tried = bench.run(TRIAL, seconds)
-    assert tried == [(plan, True) for plan in PLANS for _ in range(tuner_rules.TRIAL_CALLS)]
+    assert tried == [(plan, True) for plan in PLANS for _ in range(trial.TRIAL_CALLS)]
     assert bench.run(delay, seconds) == [(PLAIN, False)] * delay and not bench.told and bench.tuner.trying
     assert bench.call(seconds) == (CODED, False) and not bench.tuner.trying
     assert bench.told == [
@@ -90,10 +90,10 @@ def test_the_first_call_of_a_block_warms_up(monkeypatch: pytest.MonkeyPatch) -> 
     """With seven times, one more or less moves the median: 1, 2, 3 twice each, and a first call that took an hour."""
     bench = Bench(monkeypatch)
     warm = [3600.0, 1.0, 1.0, 2.0, 4.0, 5.0, 5.0]
-    assert len(warm) == tuner_rules.TRIAL_CALLS
+    assert len(warm) == trial.TRIAL_CALLS
     bench.run(TRIAL, {PLAIN: iter(warm), RAW: 3.5, CODED: 4.0})
     bench.run(SOON, dict.fromkeys(PLANS, 9.0))
-    assert bench.tuner._estimates == [3.0, 3.5, 4.0], "of the median of six"
+    assert bench.tuner._trial.estimates == [3.0, 3.5, 4.0], "of the median of six"
     assert len(bench.told) == 1 and bench.told[0].startswith("plain from call ")
 
 
@@ -104,7 +104,7 @@ def test_one_rank_that_has_not_met_delays_all(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(TimingExchange, "all", lambda self: torch.tensor([self._pairs, theirs[: len(self._pairs)]]))
     seconds = {PLAIN: 3.0, RAW: 2.0, CODED: 1.0}
     bench.run(TRIAL, seconds)
-    bench.run(tuner_rules.DELAY_CALLS[1], seconds)
+    bench.run(trial.DELAY_CALLS[1], seconds)
     assert not bench.told
     bench.call(seconds)
     assert len(bench.told) == 1
@@ -120,7 +120,7 @@ def test_nobody_waits_early_for_times_that_may_not_come(monkeypatch: pytest.Monk
         bench.meet = number != 5
         bench.call(seconds)
     monkeypatch.setattr(TimingExchange, "all", lambda self: waits.append(bench.calls) or told_all(self))
-    bench.run(tuner_rules.DELAY_CALLS[1], seconds)
+    bench.run(trial.DELAY_CALLS[1], seconds)
     assert not waits and not bench.told
     bench.call(seconds)
     assert waits and len(bench.told) == 1
@@ -128,8 +128,8 @@ def test_nobody_waits_early_for_times_that_may_not_come(monkeypatch: pytest.Monk
 
 def settled(monkeypatch: pytest.MonkeyPatch, seconds: Any, reviews: tuple[int, int] = (50, 50)) -> Bench:
     """A bench whose next call begins with its first decision. The others get their turn after ``reviews`` checks, at first and later."""
-    monkeypatch.setattr(tuner_rules, "CHECK_CALLS", (10, 20))
-    monkeypatch.setattr(tuner_rules, "REVIEW_CHECKS", reviews)
+    monkeypatch.setattr(trial, "CHECK_CALLS", (10, 20))
+    monkeypatch.setattr(trial, "REVIEW_CHECKS", reviews)
     bench = Bench(monkeypatch)
     bench.run(TRIAL + SOON - 1, seconds)
     return bench
@@ -145,19 +145,27 @@ def test_checks_and_reviews(monkeypatch: pytest.MonkeyPatch) -> None:
     tried = [step for step, (plan, _) in enumerate(history) if plan is not PLAIN]
     # each other candidate has a block of so many calls a review
     reviews = [step for step, last in zip(tried, [-1, *tried], strict=False) if step != last + 1]
-    assert [plan for plan, _ in history[reviews[0] :][: 2 * tuner_rules.PROBE_CALLS]] == (
-        [RAW] * tuner_rules.PROBE_CALLS + [CODED] * tuner_rules.PROBE_CALLS
+    assert [plan for plan, _ in history[reviews[0] :][: 2 * trial.PROBE_CALLS]] == (
+        [RAW] * trial.PROBE_CALLS + [CODED] * trial.PROBE_CALLS
     )
     # two checks, each of ten calls until times are sent and some until they are used; the block of the choice itself comes first
-    first = 2 * (10 + tuner_rules.DELAY_CALLS[0]) + tuner_rules.PROBE_CALLS
+    first = 2 * (10 + trial.DELAY_CALLS[0]) + trial.PROBE_CALLS
     assert reviews[0] == first - len(checks)
     gaps = [after - before for before, after in itertools.pairwise(reviews)]
     assert len(gaps) >= 3 and len(set(gaps[1:])) == 1 and gaps[0] <= gaps[1]
-    assert bench.tuner._review_at == 4 and len(bench.told) == 1, "a review that changes nothing is not told"
-    before = bench.tuner._reviews
-    while bench.tuner._reviews == before:
+    assert bench.tuner._trial._review_at == 4 and len(bench.told) == 1, "a review that changes nothing is not told"
+    before = bench.tuner._trial._reviews
+    while bench.tuner._trial._reviews == before:
         bench.call({PLAIN: 5.0, RAW: 1.1, CODED: 1.2})
-    assert bench.tuner._review_at == 2, "after a drift as at first"
+    assert bench.tuner._trial._review_at == 2, "after a drift as at first"
+
+
+def test_a_review_without_rivals_is_a_check(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Candidates four times as slow have their turn in every fourth review. With a review after every check, the next follows at once."""
+    seconds = {PLAIN: 1.0, RAW: 4.5, CODED: 9.0}
+    history = settled(monkeypatch, seconds, (1, 1)).run(60, seconds)
+    first = 10 + 4 * (trial.DELAY_CALLS[0] + trial.PROBE_CALLS)
+    assert history.index((RAW, True)) == first and all(plan is PLAIN for plan, _ in history[:first])
 
 
 @pytest.mark.parametrize("slower", [1.5, 2.0])
@@ -167,33 +175,30 @@ def test_a_drift_forgets_what_was_known(monkeypatch: pytest.MonkeyPatch, slower:
     now = {PLAIN: slower, RAW: 1.5, CODED: 1.0}
     history = [plan for plan, _ in bench.run(60, now)]
     first = history.index(RAW)
-    assert (
-        history[first : first + 2 * tuner_rules.PROBE_CALLS]
-        == [RAW] * tuner_rules.PROBE_CALLS + [CODED] * tuner_rules.PROBE_CALLS
-    )
-    assert history[-1] is CODED and bench.tuner._estimates == [slower, 1.5, 1.0]
+    assert history[first : first + 2 * trial.PROBE_CALLS] == [RAW] * trial.PROBE_CALLS + [CODED] * trial.PROBE_CALLS
+    assert history[-1] is CODED and bench.tuner._trial.estimates == [slower, 1.5, 1.0]
     assert [text.split(" from call ")[0] for text in bench.told] == ["plain", "cascade frames"]
 
 
 def test_a_new_trial_counts_what_it_has_timed_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     """And not the check before it, nor what ranks told each other then."""
     bench = settled(monkeypatch, {PLAIN: 1.0, RAW: 4.0, CODED: 9.0})
-    check, trial = [2.0] * tuner_rules.CHECKED_CALLS, [9.0, *[1.6] * (tuner_rules.PROBE_CALLS - 1)]
-    now = {PLAIN: iter([*check, *trial, *[1.6] * 50]), RAW: 4.0, CODED: 9.0}
+    check, again = [2.0] * trial.CHECKED_CALLS, [9.0, *[1.6] * (trial.PROBE_CALLS - 1)]
+    now = {PLAIN: iter([*check, *again, *[1.6] * 50]), RAW: 4.0, CODED: 9.0}
     assert bench.call(now) == (PLAIN, False) and bench.tuner._exchange is None
-    while bench.tuner._estimates[0] == 1.0:
+    while bench.tuner._trial.estimates[0] == 1.0:
         bench.call(now)
-    assert bench.tuner._estimates == [2.0, INF, INF] and bench.tuner._exchange is None
-    while bench.tuner._estimates[1] == INF:
+    assert bench.tuner._trial.estimates == [2.0, INF, INF] and bench.tuner._exchange is None
+    while bench.tuner._trial.estimates[1] == INF:
         bench.call(now)
-    assert bench.tuner._estimates == [tuner_rules.follow(2.0, 1.6), 4.0, 9.0]
+    assert bench.tuner._trial.estimates == [trial.follow(2.0, 1.6), 4.0, 9.0]
 
 
 def test_checks_follow_slow_changes(monkeypatch: pytest.MonkeyPatch) -> None:
     """A check that does not drift moves the estimate of the current choice, by the median of all its calls."""
     bench = settled(monkeypatch, {PLAIN: 1.0, RAW: 4.0, CODED: 9.0})
     bench.run(11 + SOON, {PLAIN: iter([1.2, 1.2, 1.0, *[1.0] * 20]), RAW: 0.0, CODED: 0.0})
-    assert bench.tuner._estimates == [tuner_rules.follow(1.0, 1.2), 4.0, 9.0]
+    assert bench.tuner._trial.estimates == [trial.follow(1.0, 1.2), 4.0, 9.0]
 
 
 # ---- exchanges ---------------------------------------------------------------------------------------------------------
@@ -205,8 +210,8 @@ def exchanging(monkeypatch: pytest.MonkeyPatch) -> Bench:
     return bench
 
 
-FIRST, SECOND = tuner_rules.EXCHANGE_ROUNDS
-DELAY = tuner_rules.EXCHANGE_DELAY
+FIRST, SECOND = trial.EXCHANGE_ROUNDS
+DELAY = trial.EXCHANGE_DELAY
 
 
 def test_a_candidate_that_is_clearly_fastest_is_chosen_after_one_round(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -227,8 +232,8 @@ def test_candidates_that_are_close_have_another_round(monkeypatch: pytest.Monkey
     wanted = [(RAW, True), (CODED, True)] * SECOND + [(RAW, False)] * DELAY
     assert bench.run(2 * SECOND + DELAY, seconds) == wanted
     assert len(bench.told) == 1 and bench.told[0].startswith(f"raw frames from call {3 * FIRST + DELAY + 1} on (plain ")
-    assert bench.call(seconds) == (CODED, False) and bench.tuner._estimates == pytest.approx([3.0, 1.1, 0.9])
-    assert len(bench.told) == 2 and sum(tuner_rules.EXCHANGE_ROUNDS) <= tuner_rules.TRIAL_CALLS
+    assert bench.call(seconds) == (CODED, False) and bench.tuner._trial.estimates == pytest.approx([3.0, 1.1, 0.9])
+    assert len(bench.told) == 2 and sum(trial.EXCHANGE_ROUNDS) <= trial.TRIAL_CALLS
 
 
 def test_calls_of_another_size_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -237,11 +242,11 @@ def test_calls_of_another_size_do_not_count(monkeypatch: pytest.MonkeyPatch) -> 
     for number in range(3 * FIRST):
         bench.call(seconds)
         if number % 3 == 1 or number == 3:
-            bench.tuner._slots[-1][1].nbytes = tuner_rules.SIZE_RATIO + 1
+            bench.tuner._slots[-1].nbytes = trial.SIZE_RATIO + 1
     bench.run(DELAY + 1, seconds)
-    assert bench.tuner._estimates == [1.0, INF, 1.0]
+    assert bench.tuner._trial.estimates == [1.0, INF, 1.0]
     bench.run(3 * SECOND + DELAY, seconds)
-    assert bench.tuner._estimates == [1.0, 5.0, 1.0] and bench.told[0].startswith("plain from call ")
+    assert bench.tuner._trial.estimates == [1.0, 5.0, 1.0] and bench.told[0].startswith("plain from call ")
 
 
 # ---- differences -------------------------------------------------------------------------------------------------------
@@ -250,19 +255,19 @@ def test_calls_of_another_size_do_not_count(monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.mark.parametrize("tensors", [[None], [1], [1, 2, 3]], ids=str)
 def test_differences_settle_first(monkeypatch: pytest.MonkeyPatch, tensors: list[Any]) -> None:
     """Calls are timed when what they need has been left behind: of each tensor, or of all where they are not told apart."""
-    monkeypatch.setattr(tuner_rules, "TRIAL_CALLS", 2)
+    monkeypatch.setattr(trial, "TRIAL_CALLS", 2)
     bench = Bench(monkeypatch, (RAW, DELTA))
     seconds = {RAW: 1.0, DELTA: 1.0}
     assert bench.run(2, seconds, tensors[0]) == [(RAW, True)] * 2
-    before = tuner_rules.SETTLE_CALLS[0 if tensors[0] is not None else 1]
+    before = trial.SETTLE_CALLS[0 if tensors[0] is not None else 1]
     found = [bench.call(seconds, tensor)[1] for _ in range(before + 1) for tensor in tensors]
     calls = len(tensors) * before
     assert found[:calls] == [False] * calls and found[calls]
 
 
 def test_tensors_that_never_come_again_are_timed_at_last(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tuner_rules, "TRIAL_CALLS", 1)
-    monkeypatch.setattr(tuner_rules, "SETTLE_CALLS", (2, 6, 20))
+    monkeypatch.setattr(trial, "TRIAL_CALLS", 1)
+    monkeypatch.setattr(trial, "SETTLE_CALLS", (2, 6, 20))
     bench = Bench(monkeypatch, (RAW, DELTA))
     seconds = {RAW: 1.0, DELTA: 1.0}
     bench.call(seconds)
@@ -271,25 +276,23 @@ def test_tensors_that_never_come_again_are_timed_at_last(monkeypatch: pytest.Mon
 
 def test_a_later_trial_waits_for_differences_to_settle(monkeypatch: pytest.MonkeyPatch) -> None:
     """However long it takes: nothing is sent or decided before all of its calls have been timed."""
-    monkeypatch.setattr(tuner_rules, "SETTLE_CALLS", (2, 30, 4096))
-    monkeypatch.setattr(tuner_rules, "REVIEW_CHECKS", (1, 1))
+    monkeypatch.setattr(trial, "SETTLE_CALLS", (2, 30, 4096))
+    monkeypatch.setattr(trial, "REVIEW_CHECKS", (1, 1))
     seconds = {RAW: 1.0, DELTA: 1.5}
-    monkeypatch.setattr(tuner_rules, "CHECK_CALLS", (10, 20))
+    monkeypatch.setattr(trial, "CHECK_CALLS", (10, 20))
     bench = Bench(monkeypatch, (RAW, DELTA))
-    history = bench.run(400, seconds)[2 * tuner_rules.TRIAL_CALLS + 30 :]
+    history = bench.run(400, seconds)[2 * trial.TRIAL_CALLS + 30 :]
     blocks = [list(calls) for plan, calls in itertools.groupby(history, lambda call: call[0]) if plan is DELTA]
-    assert (
-        len(blocks) >= 4 and blocks[0] == blocks[1] == [(DELTA, False)] * 30 + [(DELTA, True)] * tuner_rules.PROBE_CALLS
-    )
+    assert len(blocks) >= 4 and blocks[0] == blocks[1] == [(DELTA, False)] * 30 + [(DELTA, True)] * trial.PROBE_CALLS
 
 
 def test_a_review_of_differences_waits_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
     """New tensors come when the choice itself is to be tried again: longer than until the next check would have been."""
-    monkeypatch.setattr(tuner_rules, "REVIEW_CHECKS", (1, 1))
-    monkeypatch.setattr(tuner_rules, "CHECK_CALLS", (10, 20))
+    monkeypatch.setattr(trial, "REVIEW_CHECKS", (1, 1))
+    monkeypatch.setattr(trial, "CHECK_CALLS", (10, 20))
     bench, seconds = Bench(monkeypatch, (RAW, DELTA)), {RAW: 1.5, DELTA: 1.0}
     tuner = bench.tuner
-    while not (bench.told and tuner._exchange and tuner._calls == tuner._due + tuner_rules.DELAY_CALLS[0]):
+    while not (bench.told and tuner._exchange and tuner._calls == tuner._due + trial.DELAY_CALLS[0]):
         bench.call(seconds, "old")
     assert [bench.call(seconds, tensor) for tensor in range(50)] == [(DELTA, False)] * 50
     assert [bench.call(seconds, 0)[1] for _ in range(3)] == [False, True, True]

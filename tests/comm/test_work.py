@@ -38,7 +38,7 @@ from ds_zipccl.comm.host.p2p import known
 from ds_zipccl.comm.transport.protocol import TAGS_PER_COLLECTIVE, TagRange
 from ds_zipccl.config import ZipcclConfig
 from ds_zipccl.lossy import Round
-from ds_zipccl.policy import admission, tuner_rules
+from ds_zipccl.policy import admission, trial
 
 gather = partial(comm.all_gather_into_tensor, config=CODED)
 add = partial(comm.all_reduce, config=CODED)
@@ -257,12 +257,12 @@ def test_a_rank_that_dies(tmp_path: Path, op: str, ranks: int) -> None:
 def telling(rank: int, ranks: int, group: dist.ProcessGroup) -> None:
     """A rank is gone when the others tell each other what they have measured."""
     tensor = corpus.tensor(corpus.bell(LARGE, corpus.BF16, rank), corpus.BF16)
-    trial = len(admission.candidates(MESSAGE, AUTO, True)) * tuner_rules.TRIAL_CALLS
+    calls = len(admission.candidates(MESSAGE, AUTO, True)) * trial.TRIAL_CALLS
     for step in range(1000):
-        if rank == ranks - 1 and step == trial:
+        if rank == ranks - 1 and step == calls:
             os.kill(os.getpid(), signal.SIGKILL)
         handle = comm.all_reduce(tensor, group=group, config=AUTO, async_op=True)
-        if step < trial:
+        if step < calls:
             handle.wait()
 
 

@@ -26,7 +26,7 @@ from ds_zipccl.integration import backend
 from ds_zipccl.integration.start_line import Group, lossy_line
 from ds_zipccl.lossy import Round
 from ds_zipccl.ops import OPS
-from ds_zipccl.policy import admission, tuner_rules, wire
+from ds_zipccl.policy import admission, trial, wire
 from ds_zipccl.policy.admission import PassReason
 from ds_zipccl.telemetry import counters, table
 
@@ -256,7 +256,7 @@ def test_figures_of_the_text_are_those_of_the_code() -> None:
     def text(page: str) -> str:
         return (ROOT / "docs" / page).read_text()
 
-    assert f"{tuner_rules.DELAY_CALLS[1]} asynchronous operations" in text("troubleshooting.md")
+    assert f"{trial.DELAY_CALLS[1]} asynchronous operations" in text("troubleshooting.md")
     assert f"at least {wire.FRAGMENT_UNIT} elements" in text("how-it-works.md")
     assert f"each block of {DEFAULT.block} values" in text("how-it-works.md")
 

@@ -17,8 +17,7 @@ from ds_zipccl.integration import start_line as lines
 from ds_zipccl.integration.start_line import Group, coverage, describe, start_line
 from ds_zipccl.ops import OPS
 from ds_zipccl.policy.admission import PassReason
-from ds_zipccl.policy.cost_model import LinkProfile
-from ds_zipccl.policy.device_rules import DeviceProfile, Topology
+from ds_zipccl.policy.cost_model import DeviceProfile, LinkProfile, Topology
 
 #: Routes, best first -> why they are not used.
 WHY = {"cuda": "no GPU here", "native": "", "numba": ""}

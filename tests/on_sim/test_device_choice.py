@@ -17,12 +17,12 @@ from sim import streams
 
 from ds_zipccl.comm.device import calibration, choice, clock
 from ds_zipccl.comm.device.context import DeviceContext
-from ds_zipccl.comm.group_state import device_profile, group_state, resolve_group
+from ds_zipccl.comm.group_state import device_profile, group_state, of_all_groups, resolve_group
 from ds_zipccl.config import ConfigError, ZipcclConfig
 from ds_zipccl.kernels.cuda.backend import CudaBackend
-from ds_zipccl.policy import step_rules
+from ds_zipccl.policy import cost_model, trial
 from ds_zipccl.policy.admission import PassReason
-from ds_zipccl.policy.device_rules import DeviceProfile
+from ds_zipccl.policy.cost_model import DeviceProfile
 from ds_zipccl.telemetry import counters
 from on_sim import world
 
@@ -42,7 +42,8 @@ def small(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(calibration, "_BUDGET_S", 1e9)
     monkeypatch.setattr(calibration, "_CALLS", 3)
     yield
-    choice._steps.clear()  # marks hold the simulated machine, and with it its groups
+    for one in of_all_groups(choice.GroupChoice):
+        one.steps = None  # marks hold the simulated machine, and with it its groups
 
 
 def settled(rank: int, nodes: int, **settings: Any) -> choice.Settled | None:
@@ -125,9 +126,9 @@ def with_profile(monkeypatch: pytest.MonkeyPatch, profile: DeviceProfile) -> Non
 
 #: Steps up to the agreement on the first trial.
 TRIAL = (
-    step_rules.WARMUP_STEPS - 1
-    + 2 * step_rules.TRIAL_WINDOWS * (step_rules.SETTLE_STEPS + step_rules.WINDOW_STEPS)
-    + step_rules.DELAY_STEPS
+    trial.WARMUP_STEPS - 1
+    + 2 * trial.TRIAL_WINDOWS * (trial.SETTLE_STEPS + trial.WINDOW_STEPS)
+    + trial.DELAY_STEPS
 )  # fmt: skip
 
 
@@ -136,7 +137,9 @@ def last_decides(ranks: int) -> Callable[[int, bool], float]:
     return lambda rank, coded: (1.3 if coded else 1.1) if rank == ranks - 1 else (0.5 if coded else 1.0)
 
 
-def trial(route: CudaBackend, patch: pytest.MonkeyPatch, seconds: Callable[[int, bool], float], ranks: int = 2) -> Any:
+def first_trial(
+    route: CudaBackend, patch: pytest.MonkeyPatch, seconds: Callable[[int, bool], float], ranks: int = 2
+) -> Any:
     """What each rank returns of :func:`steps` up to the first trial and beyond, with the seconds of a step."""
     with_profile(patch, SLOW)
     patch.setattr(choice, "mark", FakeClock(seconds).mark)
@@ -145,9 +148,9 @@ def trial(route: CudaBackend, patch: pytest.MonkeyPatch, seconds: Callable[[int,
 
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.full)])
 def test_all_ranks_switch_at_one_step(route: CudaBackend, monkeypatch: pytest.MonkeyPatch, ranks: int) -> None:
-    (schedules, found), *others = trial(route, monkeypatch, last_decides(ranks), ranks)
+    (schedules, found), *others = first_trial(route, monkeypatch, last_decides(ranks), ranks)
     assert found.reason is None and all(one == (schedules, found) for one in others)
-    assert all(schedules[: step_rules.WARMUP_STEPS]) and not any(schedules[TRIAL:])
+    assert all(schedules[: trial.WARMUP_STEPS]) and not any(schedules[TRIAL:])
     (row,) = [row for row in counters.rows() if row["calls"]]
     assert row["reasons"] == {PassReason.STEPS_ARE_FASTER.value: ranks * schedules.count(False)}
     ((what, (text, _)),) = row["choices"].items()
@@ -157,7 +160,7 @@ def test_all_ranks_switch_at_one_step(route: CudaBackend, monkeypatch: pytest.Mo
 
 @pytest.mark.full
 def test_frames_stay_where_they_are_faster(route: CudaBackend, monkeypatch: pytest.MonkeyPatch) -> None:
-    (schedules, _), (others, _) = trial(route, monkeypatch, lambda rank, coded: 0.8 if coded else 1.0)
+    (schedules, _), (others, _) = first_trial(route, monkeypatch, lambda rank, coded: 0.8 if coded else 1.0)
     assert others == schedules and all(schedules[TRIAL:]) and not all(schedules)
 
 
@@ -168,7 +171,7 @@ def test_a_rank_that_goes_by_its_own_times_is_noticed(route: CudaBackend, monkey
 
     monkeypatch.setattr(choice, "agreed_seconds", own)
     with pytest.raises(world.Fault, match=r"would hang|all_reduce|all_gather"):
-        trial(route, monkeypatch, last_decides(2))
+        first_trial(route, monkeypatch, last_decides(2))
 
 
 def test_marks_of_the_device_cost_no_wait(route: CudaBackend, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -301,9 +304,9 @@ def unknown_marks(rank: int, ranks: int) -> None:
 
 
 def test_speeds_are_slopes() -> None:
-    assert calibration.speed([(1e6, 2e-3), (2e6, 3e-3)]) == pytest.approx(1e9)
-    assert calibration.speed([(1e6, 2e-3)]) == pytest.approx(5e8)
-    assert calibration.speed([(1e6, 2e-3), (2e6, 1e-3)]) == pytest.approx(2e9)
+    assert cost_model.slope([(1e6, 2e-3), (2e6, 3e-3)]) == pytest.approx(1e9)
+    assert cost_model.slope([(1e6, 2e-3)]) == pytest.approx(5e8)
+    assert cost_model.slope([(1e6, 2e-3), (2e6, 1e-3)]) == pytest.approx(2e9)
 
 
 def engines(rank: int, ranks: int, order: str) -> list[int]:
@@ -315,7 +318,7 @@ def engines(rank: int, ranks: int, order: str) -> list[int]:
     numbers = []
     for name in order:
         choice.end_step(found[name])
-        numbers.append(choice._steps[world_state]._steps)
+        numbers.append(world_state.of(choice.GroupChoice).steps._steps)
     return numbers
 
 

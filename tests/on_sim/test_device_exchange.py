@@ -18,10 +18,9 @@ from ds_zipccl.comm.device.streams import Stage
 from ds_zipccl.comm.group_state import group_state
 from ds_zipccl.comm.work import CommError
 from ds_zipccl.kernels.cuda.backend import CudaBackend
-from ds_zipccl.policy import exchange as rules
 from ds_zipccl.policy import wire
 from ds_zipccl.policy.admission import PassReason
-from ds_zipccl.policy.device_rules import DeviceProfile
+from ds_zipccl.policy.cost_model import DeviceProfile, exchange_gains
 from ds_zipccl.telemetry import counters
 from on_sim import plants, world
 from on_sim.cases import CODED, bytes_sent, noise, weights
@@ -92,8 +91,8 @@ def in_steps(rank: int, ranks: int) -> tuple[int, int]:
 
 def test_steps(route: CudaBackend) -> None:
     """The even one has a frame of each pair in a step. The skewed one has few busy pairs: four frames of a pair go together."""
-    even = -(-60_000 // rules.even_piece(60_000, 2, 3, 1 << 20))
-    assert even == 4 and -(-150_000 // rules.uneven_piece(2, 3, 1 << 20)) == 10
+    even = -(-60_000 // wire.even_piece(60_000, 2, 3, 1 << 20))
+    assert even == 4 and -(-150_000 // wire.uneven_piece(2, 3, 1 << 20)) == 10
     assert world.run(in_steps, 3, seed=1, route=route).values == [(1 + 3, even)] * 3
 
 
@@ -158,14 +157,14 @@ def test_auto(route: CudaBackend) -> None:
 
 def test_rules() -> None:
     link = DeviceProfile(6e9)
-    paying = [nbytes for nbytes in (1 << size for size in range(12, 34)) if rules.pays(nbytes, nbytes / 1.5, 1, link)]
-    assert paying == [1 << size for size in range(23, 34)]  # 8 MiB: a third saved at 6 GB/s, 0.47 ms
-    assert not rules.pays(1 << 33, 1 << 33, 1, link) and not rules.pays(1 << 33, 1 << 33, 1, None)
-    assert rules.pays(4 << 20, (8 << 20) / 3, 8, link) and not rules.pays(
+    paying = [size for size in range(12, 34) if exchange_gains(1 << size, (1 << size) / 1.5, 1, link)]
+    assert paying == [*range(23, 34)]  # from 8 MiB on: a third saved at 6 GB/s, 0.47 ms
+    assert not exchange_gains(1 << 33, 1 << 33, 1, link) and not exchange_gains(1 << 33, 1 << 33, 1, None)
+    assert exchange_gains(4 << 20, (8 << 20) / 3, 8, link) and not exchange_gains(
         4 << 20, (8 << 20) / 3, 1, link
     )  # shared cards
-    assert rules.pays(16 << 20, 10 << 20, 1, None) and not rules.pays(8 << 20, 5 << 20, 1, None)
-    assert [rules.between_nodes(nodes, 4) for nodes in ((), PAIRS, ((0, 1, 2, 3),), ((0,), (1, 2, 3)))] == [
+    assert exchange_gains(16 << 20, 10 << 20, 1, None) and not exchange_gains(8 << 20, 5 << 20, 1, None)
+    assert [wire.between_nodes(nodes, 4) for nodes in ((), PAIRS, ((0, 1, 2, 3),), ((0,), (1, 2, 3)))] == [
         0.75, 0.5, 0.0, 0.75,
     ]  # fmt: skip
 
@@ -176,12 +175,12 @@ def test_steps_fit_the_budget(ranks: int) -> None:
     budget = 64 << 20
     for numel in (1, 20_000, 10**7, 3 << 30):
         for itemsize in (2, 4):
-            piece = rules.even_piece(numel, itemsize, ranks, budget)
+            piece = wire.even_piece(numel, itemsize, ranks, budget)
             assert min(piece, numel) * 2 * ranks * itemsize <= budget // 3 and not piece % wire.FRAGMENT_UNIT
-            piece = rules.uneven_piece(itemsize, ranks, budget)
+            piece = wire.uneven_piece(itemsize, ranks, budget)
             numels = [numel * peer // ranks for peer in range(2 * (ranks - 1))]
-            sizes = rules.step_bytes(numels, itemsize, piece)
-            together = rules.pieces_of_step(sizes, budget)
+            sizes = wire.step_bytes(numels, itemsize, piece)
+            together = wire.pieces_of_step(sizes, budget)
             moved = [
                 itemsize * sum(min(max(0, one - first * piece), together * piece) for one in numels)
                 for first in range(0, 3 * together, together)
@@ -191,7 +190,7 @@ def test_steps_fit_the_budget(ranks: int) -> None:
 
 def test_slots_of_a_segment_of_more_than_4_gib() -> None:
     words = torch.empty((2 << 30) + 5, dtype=torch.bfloat16, device="meta")
-    piece = rules.uneven_piece(2, 2, 64 << 20)
+    piece = wire.uneven_piece(2, 2, 64 << 20)
     segment = on_device._Segment(words, piece, 3_500_000)
     pieces = -(-words.numel() // piece)
     slots = segment.slots(0, pieces)

@@ -15,9 +15,8 @@ from ds_zipccl.cli.planning import speeds
 from ds_zipccl.cli.planning.operations import CHANGED, CODED, COPIED, EXPONENTS, LOSSY, PLAIN, StepTraffic
 from ds_zipccl.cli.planning.speeds import DeviceCodec, Network, behind
 from ds_zipccl.ops import TRAFFIC
-from ds_zipccl.policy import device_rules
-from ds_zipccl.policy.cost_model import LinkProfile, against_base, predict
-from ds_zipccl.policy.device_rules import GATHER, HOST_BUS, SUM, DeviceProfile, Topology
+from ds_zipccl.policy import cost_model
+from ds_zipccl.policy.cost_model import GATHER, SUM, DeviceProfile, LinkProfile, Topology
 from ds_zipccl.policy.lossy_sizes import expected
 
 Row = dict[str, Any]
@@ -47,7 +46,7 @@ def codings(args: argparse.Namespace, exponents: Coding, wanted: Iterable[str]) 
             speed = (profile.encode, profile.decode) if args.profile else speeds.measured_differences()
             copies = 2 if args.zero == 3 else 0  # ZeRO-1 and ZeRO-2 gather onto the base itself
             ratio = args.delta_ratio or speeds.delta_ratio(args.dtype)
-            found[name] = Coding(against_base(profile, *speed, copies), ratio)
+            found[name] = Coding(cost_model.against_base(profile, *speed, copies), ratio)
         elif name == COPIED:  # `copy` is the speed of a copy, `encode` that of a comparison
             copy, compare = (profile.copy, profile.encode) if args.profile else speeds.measured_copies()
             found[name] = Coding(replace(profile, copy=copy, encode=compare), 1.0)
@@ -155,7 +154,7 @@ class HostSchedules:
         points = tuple((size / crossing, seconds) for size, seconds in coding.profile.transfer)
         profile = replace(coding.profile, transfer=points)
         return 1e3 * sum(
-            count * predict(op, schedule, size * part, ranks, profile, coding.ratio)
+            count * cost_model.predict(op, schedule, size * part, ranks, profile, coding.ratio)
             for size, count in step.operations(self.args, line)
         )
 
@@ -206,7 +205,7 @@ class DeviceSchedules:
 
     def lines(self) -> list[StepTraffic]:
         found = step.traffic(self.args)
-        if self.args.zero3_base == "auto" and not device_rules.host_bases_gain(self.topology, self.profile):
+        if self.args.zero3_base == "auto" and not cost_model.host_bases_gain(self.topology, self.profile):
             return [replace(line, coding=EXPONENTS) if line.coding == COPIED else line for line in found]
         return found
 
@@ -237,11 +236,11 @@ class DeviceSchedules:
             return float(self.args.delta_ratio or speeds.delta_ratio(self.args.dtype))
         return float(
             self.args.ratio
-            or (device_rules.RATIO[kind] if self.args.dtype == "bfloat16" else speeds.normal_ratio(self.args.dtype))
+            or (cost_model.RATIO[kind] if self.args.dtype == "bfloat16" else speeds.normal_ratio(self.args.dtype))
         )
 
     def _plain(self, op: str, nbytes: float) -> float:
-        return sum(device_rules.plain_seconds(kind, nbytes, self.topology, self.profile) for kind in _KINDS[op])
+        return sum(cost_model.plain_seconds(kind, nbytes, self.topology, self.profile) for kind in _KINDS[op])
 
     def _to_owners(self, nbytes: float) -> float:
         """Seconds of a sum for its owners by NCCL: a reduce-scatter where all ranks own equally much, otherwise a reduce for each owner,
@@ -274,30 +273,30 @@ class DeviceSchedules:
         if line.coding != EXPONENTS:
             profile = replace(profile, encode=BASE_SPEED * profile.encode, decode=BASE_SPEED * profile.decode)
             proof = nbytes / HASH + self._copies(nbytes)
-        return proof + device_rules.coded_seconds(kind, nbytes, self.topology, profile, ratio, waits=waits)
+        return proof + cost_model.coded_seconds(kind, nbytes, self.topology, profile, ratio, waits=waits)
 
     def _copied(self, nbytes: float) -> float:
         """Seconds in which unchanged words come from their base."""
-        return nbytes / (COPY if self.args.zero3_base == "device" else HOST_BUS)
+        return nbytes / (COPY if self.args.zero3_base == "device" else cost_model.HOST_BUS)
 
     def _copies(self, nbytes: float) -> float:
         """Seconds of the copies out of the base of ZeRO-3 and back. ZeRO-1 and ZeRO-2 gather onto the base itself."""
         if self.args.zero3_base == "host":
             # read by every rank, read for the proof and written by the ranks of a node together
-            return nbytes / HOST_BUS * (1 + 2 / self.topology.each)
+            return nbytes / cost_model.HOST_BUS * (1 + 2 / self.topology.each)
         return 2 * nbytes / COPY if self.args.zero == 3 else 0.0
 
     def _job(self, line: StepTraffic, op: str, nbytes: float) -> tuple[float, float]:
         """Seconds of one operation as a job chooses its schedules, and those that its kernels take of a GPU; 0 where nothing is coded."""
-        owners, sums = op == line.coded_op, device_rules.sums_of(self.topology, self.profile)
+        owners, sums = op == line.coded_op, cost_model.sums_of(self.topology, self.profile)
         if owners and sums == "plain":
             return self._to_owners(nbytes), 0.0
         kinds = _KINDS["all_reduce" if owners and not self._straight(nbytes) else op]
         seconds = kernels = 0.0
         for kind in kinds:
-            plain = device_rules.plain_seconds(kind, nbytes, self.topology, self.profile)
+            plain = cost_model.plain_seconds(kind, nbytes, self.topology, self.profile)
             ours = self._coded(line, kind, nbytes)
-            moves = device_rules.moves_may_gain(self.topology, self.profile) and ours < plain
+            moves = cost_model.moves_may_gain(self.topology, self.profile) and ours < plain
             # The gather of an all-reduce of ours is a part of its sum, and is no move that may be plain.
             takes = sums == "fp32" if kind == SUM or len(kinds) > 1 else moves
             seconds += ours if takes else plain
@@ -308,5 +307,5 @@ class DeviceSchedules:
         """Seconds of the codec's kernels in one coded operation. Unchanged parameters are copied from the base instead."""
         if line.coding == COPIED:
             return self._copied(nbytes)
-        both = sum(device_rules.coding_seconds(kind, nbytes, self.topology, self.profile))
+        both = sum(cost_model.coding_seconds(kind, nbytes, self.topology, self.profile))
         return both if line.coding == EXPONENTS else both / BASE_SPEED + nbytes / HASH + self._copies(nbytes)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ds_zipccl.benchmarks import data
 from ds_zipccl.cli import ToolError, tables
-from ds_zipccl.policy import device_rules
+from ds_zipccl.policy import cost_model
 from ds_zipccl.policy.cost_model import DELTA_RATIO, LinkProfile
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ NETWORKS = (
 #: Unit of a rate -> bytes a second.
 _BYTES = {"mbit": 1e6 / 8, "gbit": 1e9 / 8}
 #: Names of ``--gpu-profile`` -> bytes of words a second that are assumed for encoding and for decoding.
-ASSUMED = {"assumed-0.5": 0.5e12, "assumed-1.0": device_rules.CODEC, "assumed-1.5": 1.5e12}
+ASSUMED = {"assumed-0.5": 0.5e12, "assumed-1.0": cost_model.CODEC, "assumed-1.5": 1.5e12}
 #: Measured figures of a checkout; they take the place of assumed ones.
 MEASURED = Path(__file__).parents[3] / "docs" / "results" / "cuda.json"
 
@@ -200,7 +200,7 @@ def network(text: str) -> Network:
             f"{text!r} does not say whose rate it is: write {text}/node for all cards of a node, or {text}/gpu for the part of one GPU"
         )
     rate = int(match[1] or 1) * float(match[2]) * _BYTES[match[3]]
-    return Network(text, rate, match[5], device_rules.TCP_REACH if match[4] else device_rules.RDMA_REACH)
+    return Network(text, rate, match[5], cost_model.TCP_REACH if match[4] else cost_model.RDMA_REACH)
 
 
 def device_codec(name: str | None, dtype: str) -> DeviceCodec:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -16,18 +17,17 @@ from ds_zipccl.comm.device.context import DeviceContext
 from ds_zipccl.comm.device.sizes import agree
 from ds_zipccl.comm.device.streams import Stage
 from ds_zipccl.comm.group_state import group_nodes
-from ds_zipccl.comm.host.calibration import in_rounds
 from ds_zipccl.config import ZipcclConfig
 from ds_zipccl.kernels.cuda.jobs import GatherTable, Parameter
-from ds_zipccl.policy import wire
-from ds_zipccl.policy.device_rules import DeviceProfile, Topology
+from ds_zipccl.policy import cost_model, trial, wire
+from ds_zipccl.policy.cost_model import DeviceProfile, Topology
 
 #: Bytes of the gathers and exchanges, and of the words that are coded (seed: the last two are large against the delay of a message; 16 MiB
 #: fill an H100).
 SIZES = (1 << 20, 8 << 20, 64 << 20)
 CODED_BYTES = (256 << 10, 4 << 20, 16 << 20)
-#: Calls of each size in each round of :func:`.in_rounds`; the first one warms up and does not count. Of a call the slowest rank counts, of
-#: the calls the median.
+#: Calls of each size in each round of :func:`ds_zipccl.policy.trial.in_rounds`; the first one warms up and does not count. Of a call the
+#: slowest rank counts, of the calls the median.
 _CALLS = 3
 #: Seconds of all calls of one kind (seed): a larger size, or a later round, that would take longer is left out.
 _BUDGET_S = 0.5
@@ -36,8 +36,6 @@ _DRAWN = 1 << 16
 #: Shortest time that counts, in seconds: clocks may stand still.
 _LEAST_S = 1e-6
 
-#: (bytes, seconds), in rising order of bytes.
-Points = list[tuple[float, float]]
 #: A call to be timed, and its stream.
 Work = tuple[Stage, Callable[[], None]]
 
@@ -56,59 +54,45 @@ def measure(group: dist.ProcessGroup, config: ZipcclConfig, device: torch.device
     ctx = DeviceContext("calibrate", group, config, "dp", codec, device)
     nodes = group_nodes(group)
     found = {
-        "network": (1 - 1 / Topology.of(nodes).nodes) * speed(_points(ctx, SIZES, _gathering)),
-        "encode": speed(_points(ctx, CODED_BYTES, _encoding)),
-        "decode": speed(_points(ctx, CODED_BYTES, _decoding)),
-        "agreement": _agreement_seconds(ctx),
+        "network": (1 - 1 / Topology.of(nodes).nodes) * _speed(ctx, SIZES, _gathering),
+        "encode": _speed(ctx, CODED_BYTES, partial(_coding, stage=Stage.ENCODE)),
+        "decode": _speed(ctx, CODED_BYTES, partial(_coding, stage=Stage.DECODE)),
+        "agreement": _median(ctx, _spans(torch.device("cpu"), partial(agree, ctx, []))),
     }
     if max(map(len, nodes)) > 1:
-        found["inside"] = speed(_points(ctx, SIZES, _inside))
+        found["inside"] = _speed(ctx, SIZES, _inside)
     return DeviceProfile(**found)
 
 
-def speed(points: Points) -> float:
-    """Return bytes a second of large messages: the slope between the last two points, or with its delay that of the last point."""
-    (bytes0, seconds0), (bytes1, seconds1) = ((0.0, 0.0), *points)[-2:]
-    return (bytes1 - bytes0) / (seconds1 - seconds0) if seconds1 > seconds0 else bytes1 / seconds1
-
-
-def _points(
+def _speed(
     ctx: DeviceContext, sizes: tuple[int, ...], make: Callable[[DeviceContext, int], AbstractContextManager[Work]]
-) -> Points:
-    """Return seconds by size, equal on all ranks, for sizes that do not take long."""
+) -> float:
+    """Return bytes a second, equal on all ranks, by the sizes that do not take long."""
 
     def called(size: int) -> tuple[float, float]:
         with make(ctx, size) as (stage, work):
-            seconds = _seconds(ctx, stage, work)
+            with ctx.streams.on(stage):
+                spans = _spans(ctx.device, work)
+            agree(ctx, [])  # the host waits for the calls
+            seconds = _median(ctx, spans)
         return seconds, _CALLS * seconds
 
-    return in_rounds(sizes, called, _BUDGET_S)
+    return cost_model.slope(trial.in_rounds(sizes, called, _BUDGET_S))
 
 
-def _seconds(ctx: DeviceContext, stage: Stage, work: Callable[[], None]) -> float:
+def _spans(clock: torch.device, work: Callable[[], object]) -> list[Span]:
+    """Call ``work`` between marks of a device."""
     spans = []
-    with ctx.streams.on(stage):
-        for _ in range(_CALLS):
-            first = mark(ctx.device)
-            work()
-            spans.append(Span(first, mark(ctx.device)))
-    agree(ctx, [])  # the host waits for the calls
-    return _median(ctx, spans)
+    for _ in range(_CALLS):
+        first = mark(clock)
+        work()
+        spans.append(Span(first, mark(clock)))
+    return spans
 
 
 def _median(ctx: DeviceContext, spans: Sequence[Span]) -> float:
     agreed = agreed_seconds(ctx, [span.nanoseconds() for span in spans])
     return max(_LEAST_S, statistics.median(agreed[1:]))
-
-
-def _agreement_seconds(ctx: DeviceContext) -> float:
-    host = torch.device("cpu")
-    spans = []
-    for _ in range(_CALLS):
-        first = mark(host)
-        agree(ctx, [])
-        spans.append(Span(first, mark(host)))
-    return _median(ctx, spans)
 
 
 @contextmanager
@@ -130,41 +114,30 @@ def _inside(ctx: DeviceContext, nbytes: int) -> Iterator[Work]:
         yield Stage.WIRE, lambda: ctx.transport.all_to_all(received, sent, sizes, sizes)
 
 
-class _Coding:
-    """Words of normal values, and memory for their frame and for what it is decoded to."""
-
-    def __init__(self, ctx: DeviceContext, nbytes: int, memory: ExitStack) -> None:
-        self._ctx, dtype = ctx, torch.bfloat16
-        slot = wire.slot_bytes(compress_bound(nbytes // dtype.itemsize, dtype, ctx.codec))
-        words, self._part, out = (
+@contextmanager
+def _coding(ctx: DeviceContext, nbytes: int, stage: Stage) -> Iterator[Work]:
+    """Give the work of a stage: words of normal values are encoded, or their frame is decoded."""
+    dtype = torch.bfloat16
+    slot = wire.slot_bytes(compress_bound(nbytes // dtype.itemsize, dtype, ctx.codec))
+    with ExitStack() as memory:
+        words, frame, out = (
             memory.enter_context(ctx.streams.staging(size, ctx.budget)) for size in (nbytes, slot, nbytes)
         )
-        self._words, self._out = words.view(dtype), out.view(dtype)
-        self._table = GatherTable((Parameter(self._words.numel(), slot),), dtype, ctx.config.block, 1)
-        drawn = tensors.empty(min(_DRAWN, self._words.numel()), torch.float32)
+        words, out = words.view(dtype), out.view(dtype)
+        table = GatherTable((Parameter(words.numel(), slot),), dtype, ctx.config.block, 1)
+        drawn = tensors.empty(min(_DRAWN, words.numel()), torch.float32)
         drawn.normal_(generator=torch.Generator().manual_seed(0))
+
+        def encode() -> None:
+            ctx.route.encode_gather([words], ctx.codec, table, frame)
+
+        def decode() -> None:
+            ctx.route.decode_gather(frame, table, [out], None, ctx.reports.word(ctx.where()))
+
         with ctx.streams.on(Stage.ENCODE):
-            self._words.view(-1, drawn.numel()).copy_(drawn.to(dtype).to(ctx.device))
-
-    def encode(self) -> None:
-        self._ctx.route.encode_gather([self._words], self._ctx.codec, self._table, self._part)
-
-    def decode(self) -> None:
-        status = self._ctx.reports.word(self._ctx.where())
-        self._ctx.route.decode_gather(self._part, self._table, [self._out], None, status)
-
-
-@contextmanager
-def _encoding(ctx: DeviceContext, nbytes: int) -> Iterator[Work]:
-    with ExitStack() as memory:
-        yield Stage.ENCODE, _Coding(ctx, nbytes, memory).encode
-
-
-@contextmanager
-def _decoding(ctx: DeviceContext, nbytes: int) -> Iterator[Work]:
-    with ExitStack() as memory:
-        coding = _Coding(ctx, nbytes, memory)
-        with ctx.streams.on(Stage.ENCODE):
-            coding.encode()
-        ctx.streams.order(Stage.ENCODE, Stage.DECODE)
-        yield Stage.DECODE, coding.decode
+            words.view(-1, drawn.numel()).copy_(drawn.to(dtype).to(ctx.device))
+        if stage == Stage.DECODE:
+            with ctx.streams.on(Stage.ENCODE):
+                encode()
+            ctx.streams.order(Stage.ENCODE, Stage.DECODE)
+        yield stage, encode if stage == Stage.ENCODE else decode

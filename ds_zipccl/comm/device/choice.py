@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass, replace
 from typing import Any
-from weakref import WeakKeyDictionary, ref
+from weakref import ref
 
 import torch
 import torch.distributed as dist
@@ -23,9 +23,9 @@ from ds_zipccl.comm.group_state import GroupState, device_profile, find_nodes, g
 from ds_zipccl.comm.topology import tell
 from ds_zipccl.config import ROLES, ConfigError, ZipcclConfig
 from ds_zipccl.ops import OPS
-from ds_zipccl.policy import device_rules, step_rules
+from ds_zipccl.policy import cost_model, trial
 from ds_zipccl.policy.admission import PassReason
-from ds_zipccl.policy.device_rules import GATHER, DeviceProfile, Topology
+from ds_zipccl.policy.cost_model import GATHER, DeviceProfile, Topology
 from ds_zipccl.telemetry import counters
 
 #: Steps of other engines after which these count, not the steps of the first engine (seed: that engine has ended).
@@ -49,20 +49,16 @@ class Settled:
     one_queue: bool = False
 
     def __str__(self) -> str:
-        nodes, found = f"{self.topology.nodes} nodes, at most {self.topology.each} ranks each", self.profile
+        parts, found = [f"{self.topology.nodes} nodes, at most {self.topology.each} ranks each"], self.profile
         coded = "coded" if found is None else f"coded from {self.least_bytes / 1e6:.3g} MB on, as whole steps show"
-        parts = [
-            nodes,
-            f"moves in mode auto: {f'plain, {self.reason.value}' if self.reason else coded}",
-            f"sums: {self.sums}",
-        ]
         if found is not None:
             inside = f"{found.inside / 1e9:.3g} GB/s inside, " if self.topology.each > 1 else ""
-            parts.insert(
-                1,
+            parts.append(
                 f"{found.network / 1e9:.3g} GB/s between nodes, {inside}coding {found.encode / 1e9:.3g} and {found.decode / 1e9:.3g} GB/s, "
-                f"an agreement {1e6 * found.agreement:.0f} us",
+                f"an agreement {1e6 * found.agreement:.0f} us"
             )
+        moves = f"plain, {self.reason.value}" if self.reason else coded
+        parts += [f"moves in mode auto: {moves}", f"sums: {self.sums}"]
         if self.one_queue:
             parts.append(f"no overlap of coded calls with computing, as {_QUEUES} is 1: unset it")
         return "; ".join(parts)
@@ -91,9 +87,9 @@ def settle(config: ZipcclConfig, device: torch.device) -> Settled | None:
     one_queue = device.type == "cuda" and "1" in tell(group, os.environ.get(_QUEUES, "")).values()
     rule = rule_of(topology, profile, one_queue)
     if "auto" in modes and rule.reason is None and profile is not None:
-        _steps[state] = Steps(config, device)
+        state.of(GroupChoice).steps = Steps(config, device)
     settled = Settled(device.type, topology, profile, rule.reason, state.device_sums, rule.least[1], one_queue)
-    _settled[state] = settled
+    state.of(GroupChoice).settled = settled
     return settled
 
 
@@ -111,7 +107,7 @@ def _sums(config: ZipcclConfig, topology: Topology, profile: DeviceProfile | Non
         return config.reduction
     if config.mode_of("zero_grad") == "always" or (profile is None and topology.nodes > 1):
         return "fp32"
-    return "plain" if profile is None else device_rules.sums_of(topology, profile)
+    return "plain" if profile is None else cost_model.sums_of(topology, profile)
 
 
 @dataclass(frozen=True)
@@ -132,15 +128,27 @@ def rule_of(topology: Topology, profile: DeviceProfile | None, one_queue: bool =
         return Rule(PassReason.ONE_QUEUE, (0.0, 0.0))
     if profile is None:
         return Rule(None, (0.0, 0.0))
-    if not device_rules.moves_may_gain(topology, profile):
+    if not cost_model.moves_may_gain(topology, profile):
         return Rule(PassReason.NETWORK_IS_FASTER, (0.0, 0.0))
-    without, with_one = (device_rules.least_bytes(GATHER, topology, profile, waits=waits) for waits in (0, 1))
-    return Rule(None, (without, with_one), device_rules.host_bases_gain(topology, profile))
+    without, with_one = (cost_model.least_bytes(GATHER, topology, profile, waits=waits) for waits in (0, 1))
+    return Rule(None, (without, with_one), cost_model.host_bases_gain(topology, profile))
 
 
-_settled: WeakKeyDictionary[GroupState, Settled] = WeakKeyDictionary()
-#: Group -> the profile with which its rule was found, and the rule.
-_rules: WeakKeyDictionary[GroupState, tuple[DeviceProfile | None, Rule]] = WeakKeyDictionary()
+class GroupChoice:
+    """What a group has: the profile with which its rule was found, and the rule. Of the default group also what was settled, and the choice
+    by whole steps where there is one."""
+
+    def __init__(self) -> None:
+        self.rule: tuple[DeviceProfile | None, Rule] | None = None
+        self.settled: Settled | None = None
+        self.steps: Steps | None = None
+
+
+def _of_job() -> GroupChoice:
+    """Return the choice of the default group."""
+    world = group_state(None)
+    assert world is not None  # every rank is in the default group
+    return world.of(GroupChoice)
 
 
 def reason_to_pass(
@@ -161,8 +169,7 @@ def reason_to_pass(
     waits = 0 if role == "zero_param" else 1  # ZeRO-3 agrees on sizes ahead; ZeRO-1 and ZeRO-2 gather large buckets
     if nbytes is not None and OPS[op].traffic == "all_gather" and nbytes < rule.least[waits]:
         return PassReason.BREAK_EVEN
-    world = group_state(None)
-    steps = _steps.get(world) if world else None
+    steps = _of_job().steps
     return None if steps is None or steps.codes(role, op) else PassReason.STEPS_ARE_FASTER
 
 
@@ -170,28 +177,24 @@ def _rule(group: dist.ProcessGroup, device: str) -> Rule | None:
     """Return the static rule of a group, None while its nodes are unknown."""
     state, profile = group_state(group), device_profile(device)
     assert state is not None  # a rank outside the group has no operation here
-    found = _rules.get(state)
-    if found is None or found[0] is not profile:
-        world = group_state(None)
-        settled = _settled.get(world) if world else None
-        one_queue = settled is not None and settled.one_queue
-        nodes = group_nodes(group)
+    own = state.of(GroupChoice)
+    if own.rule is None or own.rule[0] is not profile:
+        settled, nodes = _of_job().settled, group_nodes(group)
         if not nodes:
             return None
-        topology = Topology.of(nodes)
+        topology, one_queue = Topology.of(nodes), settled is not None and settled.one_queue
         if profile is None:
             return rule_of(topology, None, one_queue)
         # the other ranks of the nodes have groups like this one, and use their part of the network at the same time
         part = topology.each / Topology.of(group_nodes(resolve_group(None))).each
-        found = _rules[state] = profile, rule_of(topology, replace(profile, network=part * profile.network), one_queue)
-    return found[1]
+        own.rule = profile, rule_of(topology, replace(profile, network=part * profile.network), one_queue)
+    return own.rule[1]
 
 
 def never_coded(op: str, group: dist.ProcessGroup | None, device: str) -> PassReason | None:
     """Return why an operation of a group passes for as long as the job runs in mode auto; None if it may be coded. Only after
     :func:`settle`."""
-    world = group_state(None)
-    settled = _settled.get(world) if world else None
+    settled = _of_job().settled
     if settled is None or settled.device != device or group_state(group) is None:
         return None
     rule = _rule(resolve_group(group), device)
@@ -212,8 +215,8 @@ class Steps:
 
     def __init__(self, config: ZipcclConfig, device: torch.device) -> None:
         self._config, self._device = config, device
-        self._tuner = step_rules.StepTuner(step_rules.CODED)
-        self.codes_now = True
+        self._trial = trial.StepTrial(trial.CODED)
+        self._turn = self._trial.next_turn()  # the step that runs
         self._steps = 0
         self._last: Any = None  # the mark at the end of the step before
         self._spans: list[Span] = []
@@ -225,7 +228,7 @@ class Steps:
     def codes(self, role: str, op: str) -> bool:
         """Return whether the moves of the step that runs are coded; note the operation for the table."""
         self._seen.add((role, op))
-        return self.codes_now
+        return self._turn.schedule == trial.CODED
 
     @tensors.undisturbed()
     def end_step(self, engine: Any) -> None:
@@ -242,35 +245,31 @@ class Steps:
             self._engine, self._last = ref(engine), None
         self._others = 0
         self._steps += 1
-        now = mark(self._device)
-        timed, agree = self._tuner.end_step()
-        if timed:
+        now, ended = mark(self._device), self._turn
+        if ended.timed:
             self._spans.append(Span(self._last, now))
         self._last = now
-        if agree:
+        if ended.agree:
             self._decide()
-        self.codes_now = self._tuner.schedule == step_rules.CODED
+        else:
+            self._turn = self._trial.next_turn()
 
     def _decide(self) -> None:
         group = resolve_group(None)
         ctx = DeviceContext("step", group, self._config, "dp", self._config.codec, self._device)
-        switched = self._tuner.decide(agreed_seconds(ctx, [span.nanoseconds() for span in self._spans]))
-        self._spans = []
-        found = self._tuner.last
-        text = f"{self._tuner.chosen} from step {self._steps + 1} on (plain {1e3 * found.plain:.4g} ms, coded {1e3 * found.coded:.4g} ms)"
+        before = self._trial.chosen
+        self._trial.agree(agreed_seconds(ctx, [span.nanoseconds() for span in self._spans]))
+        self._turn, self._spans = self._trial.next_turn(), []
+        found, name = self._trial.last, "coded" if self._trial.chosen == trial.CODED else "plain"
+        text = f"{name} from step {self._steps + 1} on (plain {1e3 * found.plain:.4g} ms, coded {1e3 * found.coded:.4g} ms)"
+        switched = self._trial.chosen != before
         for role, op in sorted(self._seen if switched else self._seen - self._told):
             counters.record_choice(role, op, _WHAT, text)
         self._told |= self._seen
 
 
-_steps: WeakKeyDictionary[GroupState, Steps] = WeakKeyDictionary()
-
-
 def end_step(engine: Any) -> None:
     """Note that an optimizer step of an engine has ended, see :meth:`Steps.end_step`. Costs nothing where steps decide nothing."""
-    if not _steps:
-        return
-    world = group_state(None)
-    steps = _steps.get(world) if world else None
+    steps = None if dist.group.WORLD is None else _of_job().steps
     if steps is not None:
         steps.end_step(engine)

@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ds_zipccl import devices, tensors
+from ds_zipccl import devices
 from ds_zipccl.comm.device.context import DeviceContext
-from ds_zipccl.comm.device.sizes import agree
+from ds_zipccl.comm.device.sizes import agree, to_device
 from ds_zipccl.comm.device.streams import Stage
 
 #: Nanoseconds of a span that is not known: larger than any other.
@@ -50,9 +50,6 @@ def agreed_seconds(ctx: DeviceContext, nanoseconds: Sequence[int]) -> list[float
     Raises:
         CommError: as :func:`.sizes.agree`.
     """
-    host = tensors.pinned(8 * len(nanoseconds)).view(torch.int64)
-    host.copy_(tensors.of_numbers(list(nanoseconds), torch.int64))
     with ctx.streams.on(Stage.ENCODE):
-        words = tensors.empty(len(nanoseconds), torch.int64, ctx.device)
-        words.copy_(host, non_blocking=True)
+        words = to_device(ctx.streams, nanoseconds)
     return [found / 1e9 if found < _UNKNOWN else float("inf") for found in agree(ctx, [words])]

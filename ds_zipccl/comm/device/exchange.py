@@ -6,6 +6,7 @@ size of slots. Otherwise each pair of ranks has a size of its own, and the ranks
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -21,16 +22,17 @@ from ds_zipccl.comm.device.sizes import agree, exchange_words
 from ds_zipccl.comm.device.streams import Stage
 from ds_zipccl.comm.group_state import device_profile, group_nodes, group_state, resolve_group
 from ds_zipccl.frame import HEADER_BYTES
-from ds_zipccl.policy import exchange as rules
-from ds_zipccl.policy import wire
-from ds_zipccl.policy.cost_model import TYPICAL_RATIO
+from ds_zipccl.policy import cost_model, wire
 
 #: Most frames of a pair of ranks (admission: larger numbers that arrive are refused, because a loop runs so often).
 _MOST_PIECES = 1 << 24
 
 
-class _PlainCalls(dict[Hashable, int]):
-    """Kind of call -> calls of a group that go plain before the next coded one. Equal on all ranks."""
+class _Backoffs(defaultdict[Hashable, wire.Backoff]):
+    """Kind of call -> the backoff of its coded calls in a group. Equal on all ranks."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda: wire.Backoff(wire.PLAIN_EXCHANGES))
 
 
 class _Slot(NamedTuple):
@@ -65,7 +67,7 @@ class _Words(NamedTuple):
     ``frame``: the most bytes of a frame for the receiver. ``coded`` and ``between``: bytes of frames, and of words, for all ranks of other
     nodes. ``numel``: elements for the receiver. ``piece``: elements of a frame. ``pieces``: the most frames for a rank, or of one.
     ``step_bytes``: see
-    :func:`ds_zipccl.policy.exchange.step_bytes`.
+    :func:`ds_zipccl.policy.wire.step_bytes`.
     """
 
     frame: int
@@ -87,7 +89,7 @@ def pays_now(group: dist.ProcessGroup, op: str, role: str, tensor: torch.Tensor,
     Groups inside one node are passed before.
 
     Equal segments are coded where the typical ratio of the dtype pays. Ranks know nothing of each other's uneven segments, so that the
-    first call is coded. After a coded call, whose sizes all ranks know, the next PLAIN_CALLS calls are plain if that one did not pay.
+    first call is coded. After a coded call, whose sizes all ranks know, the next PLAIN_EXCHANGES calls are plain if that one did not pay.
 
     Args:
         tensor: has the dtype and the device.
@@ -95,21 +97,16 @@ def pays_now(group: dist.ProcessGroup, op: str, role: str, tensor: torch.Tensor,
     state = group_state(group)
     assert state is not None  # a rank outside the group does not ask
     if numel is not None:
-        nbytes = numel * tensor.itemsize * rules.between_nodes(group_nodes(group), state.size)
-        ratio = TYPICAL_RATIO.get(str(tensor.dtype).removeprefix("torch."), 1.0)
-        if not _pays(group, tensor.device.type, nbytes, nbytes / ratio):
+        nbytes = numel * tensor.itemsize * wire.between_nodes(group_nodes(group), state.size)
+        if not _pays(group, tensor.device.type, nbytes, nbytes / cost_model.typical_ratio(tensor.dtype)):
             return False
-    calls, kind = state.of(_PlainCalls), _kind(op, role, tensor.dtype, numel)
-    left = calls.get(kind, 0)
-    if left:
-        calls[kind] = left - 1
-    return not left
+    return not state.of(_Backoffs)[_kind(op, role, tensor.dtype, numel)].skips()
 
 
 def _pays(group: dist.ProcessGroup, device: str, nbytes: float, coded: float) -> bool:
-    """Return :func:`ds_zipccl.policy.exchange.pays` for a group. All ranks of a node exchange at a time, also in groups like this one."""
+    """Return whether coding an exchange of a group gains. All ranks of a node exchange at a time, also in groups like this one."""
     nodes = group_nodes(resolve_group(None))
-    return rules.pays(nbytes, coded, max(map(len, nodes), default=1), device_profile(device))
+    return cost_model.exchange_gains(nbytes, coded, max(map(len, nodes), default=1), device_profile(device))
 
 
 def _kind(op: str, role: str, dtype: torch.dtype, numel: int | None) -> Hashable:
@@ -123,7 +120,7 @@ def exchange_even(ctx: DeviceContext, source: torch.Tensor, target: torch.Tensor
     numel = source.numel() // ctx.size
     if not numel:
         return
-    piece = rules.even_piece(numel, source.itemsize, ctx.size, ctx.budget)
+    piece = wire.even_piece(numel, source.itemsize, ctx.size, ctx.budget)
     afar = _afar(ctx)
     sizes = [HEADER_BYTES + source.nbytes]
     if ctx.codec != "raw":
@@ -131,7 +128,7 @@ def exchange_even(ctx: DeviceContext, source: torch.Tensor, target: torch.Tensor
         with ctx.streams.on(Stage.ENCODE):
             most = found.view(len(afar), -1).amax(0)
         sizes = agree(ctx, [most])
-        nbytes = int(source.nbytes * rules.between_nodes(group_nodes(ctx.group), ctx.size))
+        nbytes = int(source.nbytes * wire.between_nodes(group_nodes(ctx.group), ctx.size))
         _note(ctx, source.dtype, source.numel(), nbytes, nbytes * sum(sizes) / (numel * source.itemsize))
     largest = max(sizes)
     if not wire.shrinks(min(piece, numel) * source.itemsize, largest):
@@ -160,10 +157,10 @@ def exchange_uneven(ctx: DeviceContext, sources: Sequence[torch.Tensor], targets
     peers = [peer for peer in range(ctx.size) if peer != ctx.rank]
     afar = _afar(ctx) if ctx.codec != "raw" else []
     itemsize = targets[ctx.rank].itemsize
-    piece = rules.uneven_piece(itemsize, ctx.size, ctx.budget)
+    piece = wire.uneven_piece(itemsize, ctx.size, ctx.budget)
     numels = [tensor.numel() for peer in peers for tensor in (sources[peer], targets[peer])]
     pieces, between = -(-max(numels) // piece), sum(sources[peer].nbytes for peer in afar)
-    step_bytes = rules.step_bytes(numels, itemsize, piece)
+    step_bytes = wire.step_bytes(numels, itemsize, piece)
     numbers = [[tensor.numel(), piece, pieces, between, *step_bytes] for tensor in sources]
     sent, received = (
         [_Words.of(row) for row in rows] for rows in exchange_words(ctx, _frames(ctx, sources, afar, piece), numbers)
@@ -178,7 +175,7 @@ def exchange_uneven(ctx: DeviceContext, sources: Sequence[torch.Tensor], targets
         for tensors, told in ((sources, sent), (targets, received))
     )
     pieces = max(one.pieces for one in received)
-    _in_steps(ctx, leaving, coming, pieces, rules.pieces_of_step(most, ctx.budget))
+    _in_steps(ctx, leaving, coming, pieces, wire.pieces_of_step(most, ctx.budget))
 
 
 def _apart(
@@ -244,7 +241,7 @@ def _check(ctx: DeviceContext, peer: int, words: _Words, target: torch.Tensor, p
 def _note(ctx: DeviceContext, dtype: torch.dtype, numel: int | None, nbytes: float, coded: float) -> None:
     """Note the bytes of words and frames of a coded exchange, equal on all ranks, for :func:`pays_now`."""
     pays = _pays(ctx.group, ctx.device.type, nbytes, coded)
-    ctx.state.of(_PlainCalls)[_kind(ctx.op, ctx.role, dtype, numel)] = 0 if pays else rules.PLAIN_CALLS
+    ctx.state.of(_Backoffs)[_kind(ctx.op, ctx.role, dtype, numel)].note(pays)
 
 
 def _in_steps(

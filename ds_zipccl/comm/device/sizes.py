@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -38,14 +38,7 @@ def agree(ctx: DeviceContext, words: Sequence[torch.Tensor]) -> list[int]:
     with streams.on(Stage.ENCODE):
         streams.order(Stage.DECODE, Stage.ENCODE)  # for the reports; earlier decoders only delay
         flat = torch.cat([ctx.reports.failed(), *words])
-        streams.order(Stage.ENCODE, Stage.WIRE)
-    with streams.on(Stage.WIRE):
-        ctx.transport.max(flat)
-        host = _copy_to_host(streams, flat)
-        arrived = streams.record(Stage.WIRE)
-    streams.order(Stage.WIRE, Stage.ENCODE)  # the memory of `flat`, and work that follows the agreement
-    _wait(ctx, arrived)
-    failed, *agreed = host.tolist()
+    failed, *agreed = _to_host(ctx, flat, lambda: ctx.transport.max(flat)).tolist()
     _raise_refused(ctx, failed)
     return agreed
 
@@ -66,18 +59,12 @@ def exchange_words(
     streams, ranks = ctx.streams, ctx.size
     with streams.on(Stage.ENCODE):
         streams.order(Stage.DECODE, Stage.ENCODE)
-        known = _to_device(streams, numbers)
+        known = to_device(streams, numbers)
         rows = torch.cat([ctx.reports.failed().expand(ranks, 1), found, known], 1)
         both = tensors.empty(2 * rows.numel(), torch.int64, streams.device)
         sent, received = both.split(rows.numel())
         sent.view(rows.shape).copy_(rows)
-        streams.order(Stage.ENCODE, Stage.WIRE)
-    with streams.on(Stage.WIRE):
-        ctx.transport.all_to_all(received, sent)
-        host = _copy_to_host(streams, both)
-        arrived = streams.record(Stage.WIRE)
-    streams.order(Stage.WIRE, Stage.ENCODE)
-    _wait(ctx, arrived)
+    host = _to_host(ctx, both, lambda: ctx.transport.all_to_all(received, sent))
     told, heard = host.view(2, ranks, -1).tolist()
     _raise_refused(ctx, any(row[0] for row in heard))
     return [row[1:] for row in told], [row[1:] for row in heard]
@@ -100,8 +87,9 @@ def _host(streams: Streams, numel: int) -> torch.Tensor:
     return host
 
 
-def _to_device(streams: Streams, numbers: Sequence[Sequence[int]]) -> torch.Tensor:
-    """Return a matrix of the device; does not wait. The host has read the agreement of earlier words, so that these have left the host."""
+def to_device(streams: Streams, numbers: Sequence[Any]) -> torch.Tensor:
+    """Return numbers, or rows of them, on the device, int64. Work of the encoding stream, before an agreement; does not wait. The host has
+    read the agreement of earlier words, so that these have left the host."""
     words = tensors.of_numbers(numbers, torch.int64)
     if devices.runtime(streams.device) is None:
         return words
@@ -120,22 +108,25 @@ def tell(ctx: DeviceContext, text: str) -> list[str]:
     Raises:
         CommError: a rank did not come within the timeout.
     """
-    streams = ctx.streams
-    with streams.on(Stage.WIRE):
+    with ctx.streams.on(Stage.ENCODE):
         own = tensors.of_buffer(packed(text)).view(torch.int64).to(ctx.device)
         whole = tensors.empty(own.numel() * ctx.size, torch.int64, ctx.device)
-        ctx.transport.all_gather(whole, own)
-        host = _copy_to_host(streams, whole)
+    host = _to_host(ctx, whole, lambda: ctx.transport.all_gather(whole, own))
+    return [unpacked(part.view(torch.uint8)) for part in host.view(ctx.size, -1)]
+
+
+def _to_host(ctx: DeviceContext, flat: torch.Tensor, collective: Callable[[], None]) -> torch.Tensor:
+    """Run a collective on words that were made on the encoding stream. Return the words in host memory; the host waits."""
+    streams, host = ctx.streams, flat
+    streams.order(Stage.ENCODE, Stage.WIRE)
+    with streams.on(Stage.WIRE):
+        collective()
+        if devices.runtime(streams.device) is not None:
+            host = _host(streams, flat.numel())[: flat.numel()]
+            host.copy_(flat, non_blocking=True)
         arrived = streams.record(Stage.WIRE)
+    streams.order(Stage.WIRE, Stage.ENCODE)  # the memory of the words, and work that follows
     _wait(ctx, arrived)
-    return [unpacked(part.view(torch.uint8)) for part in host[: whole.numel()].view(ctx.size, -1)]
-
-
-def _copy_to_host(streams: Streams, flat: torch.Tensor) -> torch.Tensor:
-    if devices.runtime(streams.device) is None:
-        return flat
-    host = _host(streams, flat.numel())[: flat.numel()]
-    host.copy_(flat, non_blocking=True)
     return host
 
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -16,15 +15,13 @@ from ds_zipccl import tensors
 from ds_zipccl.codecs import compress, compress_bound, decompress, decompress_add, region_hash
 from ds_zipccl.comm.transport import TRANSPORTS
 from ds_zipccl.comm.transport.protocol import TagRange, Transport
+from ds_zipccl.policy import trial
 from ds_zipccl.policy.cost_model import LinkProfile
 
 #: Bytes of the exchanges (seed: the last two are large against the burst that a shaped link lets through at once).
 SIZES = (4 << 10, 64 << 10, 1 << 20, 4 << 20, 16 << 20)
 #: Seconds of all exchanges (seed: the whole calibration then takes less than two seconds).
 _BUDGET_S = 1.4
-#: Rounds over all sizes, of which the median counts (seed): a bad moment of the machine or of the network meets one of them. Two times of a
-#: size that differ by this factor at most (seed: as much as free machines show) agree, and need no third one.
-ROUNDS, _AGREEING = 3, 1.25
 #: Seconds of all exchanges of one size in a round, most such exchanges, and their bytes each way (seed: over loopback a GB costs a core
 #: second of the job's start). At least one is made. The median counts; the first exchange counts only where no second one was made.
 _SIZE_BUDGET_S = 0.1
@@ -71,7 +68,7 @@ def measure(group: dist.ProcessGroup | None = None) -> LinkProfile:
     transfer = _transfer(group, transport)
     one_way = _one_way(group, transport, transfer)
     dist.barrier(group)  # all ranks compress at once, as in an operation: ranks may share cores
-    seconds = tensors.of_numbers(list(coding_seconds()), torch.float64)
+    seconds = tensors.of_numbers(coding_seconds(), torch.float64)
     dist.all_reduce(seconds, dist.ReduceOp.MAX, group=group)
     return replace(coding_profile(transfer, seconds.tolist()), one_way=one_way)
 
@@ -83,50 +80,46 @@ def coding_profile(transfer: tuple[tuple[float, float], ...], seconds: Iterable[
     return LinkProfile(transfer, encode, decode, add, copy, add_raw, call)
 
 
-def coding_seconds() -> Iterator[float]:
-    """Yield seconds of this process alone, on one thread: compress, decompress, decompress and add, make a raw frame, add a raw frame,
+def coding_seconds() -> list[float]:
+    """Return seconds of this process alone, on one thread: compress, decompress, decompress and add, make a raw frame, add a raw frame,
     and compress and decompress a tiny tensor."""
-    with _one_thread():
-        drawn = tensors.empty(_NUMEL // 16, torch.float32).normal_(generator=torch.Generator().manual_seed(0))
-        values = drawn.bfloat16().repeat(16)  # drawing all of them would take most of the time
-        rows = values.repeat(_COPIES, 1)
-        buffers = {codec: _buffer(values, codec) for codec in ("cascade", "raw")}
-        frames = {codec: _compress(values, codec, _buffer(values, codec)) for codec in buffers}
-        yield _median(lambda row: _compress(rows[row], "cascade", buffers["cascade"]))
-        yield _median(lambda row: decompress(frames["cascade"], rows[row]))
-        yield _median(lambda row: decompress_add(frames["cascade"], rows[row]))
-        yield _median(lambda row: _compress(rows[row], "raw", buffers["raw"]))
-        yield _median(lambda row: decompress_add(frames["raw"], rows[row]))
-        tiny, buffer = values[:_TINY], _buffer(values[:_TINY], "cascade")
-        yield _median(lambda row: decompress(_compress(tiny, "cascade", buffer), rows[row, :_TINY]))
+    drawn = tensors.empty(_NUMEL // 16, torch.float32).normal_(generator=torch.Generator().manual_seed(0))
+    values = drawn.bfloat16().repeat(16)  # drawing all of them would take most of the time
+    rows, tiny = values.repeat(_COPIES, 1), values[:_TINY]
+    coded, raw = (_compress(values, codec, _buffer(values, codec)) for codec in ("cascade", "raw"))
+    buffer = _buffer(values, "cascade")  # for every frame: raw ones are not larger
+    return [
+        _median(lambda row: _compress(rows[row], "cascade", buffer)),
+        _median(lambda row: decompress(coded, rows[row])),
+        _median(lambda row: decompress_add(coded, rows[row])),
+        _median(lambda row: _compress(rows[row], "raw", buffer)),
+        _median(lambda row: decompress_add(raw, rows[row])),
+        _median(lambda row: decompress(_compress(tiny, "cascade", buffer), rows[row, :_TINY])),
+    ]
 
 
-def difference_seconds(before: torch.Tensor, after: torch.Tensor) -> Iterator[float]:
-    """Yield seconds of this process alone, on one thread: compress ``after`` against ``before``, and decompress the frame in place. Each
+def difference_seconds(before: torch.Tensor, after: torch.Tensor) -> tuple[float, float]:
+    """Return seconds of this process alone, on one thread: compress ``after`` against ``before``, and decompress the frame in place. Each
     time includes the hash of the base. Both tensors are flat, of one dtype and size."""
-    with _one_thread():
-        bases, inputs = before.repeat(_COPIES, 1), after.repeat(_COPIES, 1)
-        buffer = _buffer(after, "delta")
+    bases, inputs = before.repeat(_COPIES, 1), after.repeat(_COPIES, 1)
+    buffer = _buffer(after, "delta")
 
-        def compress_difference(row: int) -> torch.Tensor:
-            region_hash(bases[row])
-            return compress(inputs[row], "delta", base=bases[row], out=buffer, shaped=False, checksum=False)
+    def compress_difference(row: int) -> torch.Tensor:
+        region_hash(bases[row])
+        return compress(inputs[row], "delta", base=bases[row], out=buffer, shaped=False, checksum=False)
 
-        def decompress_difference(row: int) -> None:  # a row is a base once: there are as many rows as times
-            region_hash(bases[row])
-            decompress(frame, bases[row], base=bases[row])
+    def decompress_difference(row: int) -> None:  # a row is a base once: there are as many rows as times
+        region_hash(bases[row])
+        decompress(frame, bases[row], base=bases[row])
 
-        yield _median(compress_difference)
-        frame = compress_difference(0)
-        yield _median(decompress_difference)
+    compressing, frame = _median(compress_difference), compress_difference(0)
+    return compressing, _median(decompress_difference)
 
 
-def copy_seconds(base: torch.Tensor, same: Callable[[torch.Tensor, torch.Tensor], bool]) -> Iterator[float]:
-    """Yield seconds of this process alone, on one thread: copy a flat base into new memory, and compare it with equal words by ``same``."""
-    with _one_thread():
-        bases, own = base.repeat(_COPIES, 1), base.repeat(_COPIES, 1)
-        yield _median(lambda row: bases[row].clone())
-        yield _median(lambda row: same(own[row], bases[row]))
+def copy_seconds(base: torch.Tensor, same: Callable[[torch.Tensor, torch.Tensor], bool]) -> tuple[float, float]:
+    """Return seconds of this process alone, on one thread: copy a flat base to new memory, and compare it with equal words by ``same``."""
+    bases, own = base.repeat(_COPIES, 1), base.repeat(_COPIES, 1)
+    return _median(lambda row: bases[row].clone()), _median(lambda row: same(own[row], bases[row]))
 
 
 def _buffer(tensor: torch.Tensor, codec: str) -> torch.Tensor:
@@ -138,24 +131,19 @@ def _compress(tensor: torch.Tensor, codec: str, buffer: torch.Tensor) -> torch.T
 
 
 def _median(step: Callable[[int], object]) -> float:
-    """Return the median seconds of a step, on one row after the other; the first time does not count."""
-    return statistics.median([_seconds(partial(step, index % _COPIES)) for index in range(_REPEATS + 1)][1:])
+    """Return the median seconds of a step on one thread, on one row after the other; the first time does not count."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        return statistics.median([_seconds(partial(step, index % _COPIES)) for index in range(_REPEATS + 1)][1:])
+    finally:
+        torch.set_num_threads(threads)
 
 
 def _seconds(step: Callable[[], object]) -> float:
     start = time.perf_counter()
     step()
     return time.perf_counter() - start
-
-
-@contextmanager
-def _one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
 
 
 def _transfer(group: dist.ProcessGroup, transport: Transport) -> tuple[tuple[float, float], ...]:
@@ -171,33 +159,10 @@ def _transfer(group: dist.ProcessGroup, transport: Transport) -> tuple[tuple[flo
         return statistics.median(times[1:] or times), sum(times) + len(times) * _PAUSE_S
 
     points: list[tuple[float, float]] = []
-    for size, seconds in in_rounds(SIZES, exchanged, _BUDGET_S):
+    for size, seconds in trial.in_rounds(SIZES, exchanged, _BUDGET_S):
         # a smaller transfer that took longer was disturbed, and does not count
         points = [*(point for point in points if point[1] < seconds), (size, seconds)]
     return tuple(points)
-
-
-def in_rounds(
-    sizes: tuple[int, ...], measured: Callable[[int], tuple[float, float]], budget: float
-) -> list[tuple[float, float]]:
-    """Return (bytes, seconds) of each of ``sizes``, which rise: the median of :data:`ROUNDS` measurements, one in each round over all
-    sizes; the lower one of two, because other programs only slow a link down. The third is made where the first two do not agree.
-
-    Args:
-        measured: returns the seconds of a size, and those of its measurement; equal on all ranks.
-        budget: seconds of all measurements. Larger sizes and later rounds that would take longer are left out; the first size is measured.
-    """
-    times: dict[int, list[float]] = {}
-    spent = 0.0
-    for size in sizes * ROUNDS:
-        known, last = times.get(size), max(times, default=0)
-        expected = known[0] if known else size / last * times[last][0] if last else 0.0
-        agreed = known is not None and len(known) == ROUNDS - 1 and max(known) <= _AGREEING * min(known)
-        if spent + expected <= budget and (known or size > last) and not agreed:
-            seconds, took = measured(size)
-            times.setdefault(size, []).append(seconds)
-            spent += took
-    return [(float(size), statistics.median_low(found)) for size, found in times.items()]
 
 
 def _one_way(group: dist.ProcessGroup, transport: Transport, points: Sequence[tuple[float, float]]) -> float:
@@ -213,15 +178,12 @@ def _one_way(group: dist.ProcessGroup, transport: Transport, points: Sequence[tu
         return 1.0
     size, both = quick[-1]
     tensor = tensors.filled(size, 0, torch.uint8)
-    works: list[dist.Work] = []
 
     def move() -> None:  # rank 0 to 1, 2 to 3, and so on: a last rank without a partner looks on
         if rank % 2:
-            works.append(transport.post_recv(tensor, rank - 1, TagRange.CALIBRATION))
+            transport.post_recv(tensor, rank - 1, TagRange.CALIBRATION).wait()
         elif rank + 1 < ranks:
-            works.append(transport.post_send(tensor, rank + 1, TagRange.CALIBRATION))
-        while works:
-            works.pop().wait()
+            transport.post_send(tensor, rank + 1, TagRange.CALIBRATION).wait()
 
     times = [_slowest(group, move) for _ in range(_ONE_WAY_TIMES)]
     return min(1.0, statistics.median(times[1:]) / both)

@@ -25,7 +25,7 @@ import torch.distributed as dist
 from ds_zipccl import tensors
 from ds_zipccl.comm.context import OpContext
 from ds_zipccl.comm.transport.protocol import TagRange, Transport
-from ds_zipccl.policy import send_rules, tuner_rules
+from ds_zipccl.policy import trial
 from ds_zipccl.telemetry import counters
 
 _MAGIC = b"ZCRP"
@@ -50,9 +50,8 @@ class Sends:
         self._on_choice = on_choice
         self._lock = threading.Lock()
         self._expected: list[_Expected] = []
-        self._asked = {True: 0, False: 0}
-        self._seconds: dict[bool, deque[float]] = {way: deque(maxlen=send_rules.TRIAL_SENDS) for way in self._asked}
-        self._calls = 0
+        self._asked = self._calls = 0
+        self._seconds = [deque[float](maxlen=trial.TRIAL_SENDS) for _ in ("coded", "raw")]
         self._chosen: bool | None = None
 
     def next_way(self) -> Way:
@@ -60,10 +59,10 @@ class Sends:
         with self._lock:
             self._read_reports()
             self._calls += 1
-            raw = send_rules.next_trial(self._asked[False], self._asked[True], self._calls)
+            raw = trial.next_trial(self._asked, self._calls)
             if raw is None:
                 return Way(bool(self._chosen))
-            self._asked[raw] += 1
+            self._asked += 1
             return Way(raw, self)
 
     def expect(self, transport: Transport, peer: int, number: int, raw: bool) -> None:
@@ -86,9 +85,9 @@ class Sends:
             if math.isfinite(seconds) and seconds > 0:
                 self._seconds[expected.raw].append(seconds)
         arrived, self._expected = len(waiting) < len(self._expected), waiting
-        if arrived and all(len(seconds) == send_rules.TRIAL_SENDS for seconds in self._seconds.values()):
-            coded, raw = (statistics.median(self._seconds[way]) for way in (False, True))
-            chosen = send_rules.raw_is_faster(coded, raw, self._chosen)
+        if arrived and all(len(seconds) == trial.TRIAL_SENDS for seconds in self._seconds):
+            coded, raw = map(statistics.median, self._seconds)
+            chosen = bool(trial.choose(self._chosen, (coded, raw)))
             if chosen != self._chosen:
                 self._chosen = chosen
                 name = "raw" if chosen else "coded"
@@ -122,22 +121,15 @@ def next_way(ctx: OpContext, peer: int, flat: torch.Tensor, factors: bool) -> Wa
     """
     if not is_chosen(ctx) or ctx.staging is not None:
         return Way()
-    return _sends_to(ctx, peer, flat, factors).next_way()
-
-
-def _sends_to(ctx: OpContext, peer: int, flat: torch.Tensor, factors: bool) -> Sends:
-    """Return the choice for sends like that of ``flat`` to rank ``peer``."""
     size = max(0, flat.nbytes - 1).bit_length()
     memory, key = ctx.state.of(_Memory), (peer, ctx.role, flat.dtype, size, factors)
     found = memory.sends.get(key)
     if found is None:
         dtype = str(flat.dtype).removeprefix("torch.")
-        kind = (
-            f"{'factors of ' * factors}{dtype}, {tuner_rules.size_text(size)}, to global rank {ctx.global_rank(peer)}"
-        )
+        kind = f"{'factors of ' * factors}{dtype}, {trial.size_text(size)}, to global rank {ctx.global_rank(peer)}"
         made = Sends(functools.partial(counters.record_choice, ctx.role, ctx.op, kind))
         found = memory.sends.setdefault(key, made)  # all threads get the same object
-    return found
+    return found.next_way()
 
 
 def report(ctx: OpContext, peer: int, number: int, seconds: float) -> None:
