@@ -21,7 +21,7 @@ from ds_zipccl.comm.execution import execute, sent_to_peers
 from ds_zipccl.comm.group_state import group_state, resolve_group
 from ds_zipccl.comm.host.engine import compare_on_all_ranks, telling_failures
 from ds_zipccl.comm.ops.all_gather import request_shards
-from ds_zipccl.comm.request import Request, equal_shards
+from ds_zipccl.comm.request import CallOptions, Request, equal_shards
 from ds_zipccl.comm.shadow_check import Shadow
 from ds_zipccl.config import DEFAULT, ZipcclConfig
 from ds_zipccl.telemetry import counters
@@ -70,8 +70,8 @@ def gather_parts(
         return work.done(GATHER, [output_tensor]) if async_op else None
     if copied:
         gather.lay_out()
-    plain = None if copied else uncompressed_call
-    return gather.send(request_shards(GATHER, [gather.whole], [gather.own], group, async_op, config, role, plain))
+    options = CallOptions(config, role, None if copied else uncompressed_call)
+    return gather.send(request_shards(GATHER, [gather.whole], [gather.own], group, async_op, options))
 
 
 class _Gather:
@@ -170,7 +170,8 @@ class _Gather:
 
     def _plain_request(self) -> Request:
         call = self._call
-        return request_shards(GATHER, [self._output], [self._input], call.group, False, call.config, call.role, None)
+        options = CallOptions(call.config, call.role)
+        return request_shards(GATHER, [self._output], [self._input], call.group, False, options)
 
     @tensors.undisturbed()
     @torch.inference_mode()
