@@ -295,7 +295,7 @@ class Keeper:
             ctx = OpContext(NAME, self._group, self._config, self._role, "raw", tensors.CPU)
             mine = tensors.of_numbers(words, torch.int64)
             everyone = [mine if rank == ctx.rank else torch.empty_like(mine) for rank in range(ctx.size)]
-            with open_exchange(ctx, control=True, raw=True) as exchange:
+            with open_exchange(ctx, control=True) as exchange:
                 for peer in ctx.peers:
                     exchange.post_recv(peer, everyone[peer].view(-1).view(torch.uint8))
                 exchange.send(mine.view(-1).view(torch.uint8), *ctx.peers)
