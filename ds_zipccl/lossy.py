@@ -61,6 +61,7 @@ class TacoFp8(LossyCodec):
     hadamard: bool = True
 
     name = "taco_fp8"
+    bits = 8
     wanted = {"group": GROUPS, "hadamard": (False, True)}
 
 

@@ -12,7 +12,7 @@ from ds_zipccl.codecs import memory
 from ds_zipccl.codecs.exponent import projected
 from ds_zipccl.codecs.known import KNOWN, NO_KEY, check_hash, hashed
 from ds_zipccl.codecs.memory import admit, write_header
-from ds_zipccl.codecs.registry import BASE_CODECS, DECODERS, codec_spec, spec_for
+from ds_zipccl.codecs.registry import BASE_CODECS, DECODERS, codec_spec, lossy_spec, spec_for
 from ds_zipccl.codecs.row_segment import RowSegment
 from ds_zipccl.codecs.spec import CodecSpec, Coded, LossySpec, PayloadSpec, Tensors, check_payload
 from ds_zipccl.frame import CodecId, FrameError, FrameErrorCode, Header
@@ -307,7 +307,7 @@ def project(
     """
     with tensors.undisturbed():
         admit("tensor", tensor)
-        spec = spec_for(codec, tensor.dtype)
+        spec = lossy_spec(codec, tensor.dtype)
         words = memory.flatten(tensor)
         if out is None:
             return projected(spec.project, words, route).view(tensor.shape)
@@ -370,9 +370,11 @@ def _parse(frame: torch.Tensor) -> Header:
 
 def _spec(codec: str | LossyCodec, dtype: torch.dtype, lossy: bool) -> CodecSpec | LossySpec:
     """The entry of ``codec``, if values may change as it changes them."""
-    if isinstance(codec, LossyCodec) and not lossy:
+    if not isinstance(codec, LossyCodec):
+        return spec_for(codec, dtype)
+    if not lossy:
         raise ValueError(f"codec {str(codec)!r} changes values; pass lossy=True to allow it")
-    return spec_for(codec, dtype)
+    return lossy_spec(codec, dtype)
 
 
 def _encode(

@@ -12,7 +12,7 @@ from functools import partial
 import torch
 
 from ds_zipccl import kernels, tensors
-from ds_zipccl.codecs.spec import CodecSpec, Coded, Encode, PayloadSpec, Project, Tensors, decoders
+from ds_zipccl.codecs.spec import CodecSpec, Coded, Encode, PayloadSpec, Project, Tensors, lossy_format
 from ds_zipccl.frame import BLOCK_LOG2, CHUNK_BLOCKS, DELTA_WORDS, DTYPE_IDS, CodecId, pad16
 from ds_zipccl.lossy import Round
 
@@ -274,15 +274,11 @@ def encode_rounded(codec: Round, segments: Tensors, block: int, outs: Tensors, r
     return found
 
 
-_decode_rounded, _decode_rounded_add = decoders(
-    lambda payload, numel, block, route: ("decode_rounded", (payload, block))
-)
-ROUNDED = PayloadSpec(
+ROUNDED = lossy_format(
+    lambda payload, numel, block, route: ("decode_rounded", (payload, block)),
     name="rounded",
     frame_id=CodecId.ROUNDED,
-    dtypes=(torch.bfloat16, torch.float16),
     payload_bound=_rounded_bound,
     payload_floor=lambda numel, dtype, block: index_and_tables(numel, _ROUNDED_TABLE, block),
-    decode=_decode_rounded,
-    decode_add=_decode_rounded_add,
+    dtypes=(torch.bfloat16, torch.float16),
 )

@@ -20,7 +20,7 @@ from ds_zipccl import kernels, tensors
 from ds_zipccl.codecs import exponent, memory
 from ds_zipccl.codecs.exponent import LITERALS
 from ds_zipccl.codecs.memory import Nested
-from ds_zipccl.codecs.spec import LOSSY_DTYPES, Coded, PayloadSpec, any_size, decoders
+from ds_zipccl.codecs.spec import LOSSY_DTYPES, Coded, any_size, lossy_format
 from ds_zipccl.frame import HEADER_BYTES, CodecId, FrameError, FrameErrorCode, Header, pad16
 from ds_zipccl.lossy import Round
 
@@ -333,14 +333,11 @@ def _factors(payload: torch.Tensor, numel: int, route: str) -> tuple[torch.Tenso
     return tuple(found)
 
 
-_decode, _decode_add = decoders(lambda payload, numel, block, route: ("multiply", _factors(payload, numel, route)))
-LOWRANK = PayloadSpec(
+LOWRANK = lossy_format(
+    lambda payload, numel, block, route: ("multiply", _factors(payload, numel, route)),
     name="lowrank",
     frame_id=CodecId.LOWRANK,
-    dtypes=LOSSY_DTYPES,
     payload_bound=any_size,
     payload_floor=lambda numel, dtype, block: _FIELDS.size + 2 * HEADER_BYTES,
     prove=lambda payload, header: _parse(payload, header.numel),
-    decode=_decode,
-    decode_add=_decode_add,
 )

@@ -209,12 +209,7 @@ class Nested:
 
 def finish_nested(header: Header, out: torch.Tensor, at: int) -> int:
     """Write the header of the nested frame at ``at``, and zeros behind the frame; return where the next part begins."""
-    if out.device.type == "cpu":
-        framing.pack(header, out[at:])
-    else:
-        start = tensors.of_buffer(bytearray(HEADER_BYTES))
-        framing.pack(header, start)
-        out[at : at + HEADER_BYTES].copy_(start)
+    write_header(header, out[at:])
     end = at + header.frame_bytes
     if end % 16:
         out[end : pad16(end)].zero_()

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache, partial
-from typing import overload
 
 import torch
 
@@ -66,30 +65,29 @@ def codec_spec(name: str) -> CodecSpec:
     raise ValueError(f"no codec {name!r}; known codecs: {', '.join(CODEC_SPECS)}")
 
 
-@overload
-def spec_for(codec: str, dtype: torch.dtype) -> CodecSpec: ...
-@overload
-def spec_for(codec: LossyCodec, dtype: torch.dtype) -> LossySpec: ...
-@overload
-def spec_for(codec: str | LossyCodec, dtype: torch.dtype) -> CodecSpec | LossySpec: ...
-def spec_for(codec: str | LossyCodec, dtype: torch.dtype) -> CodecSpec | LossySpec:
-    """The codec that codes tensors of ``dtype`` where the caller asks for ``codec``: of a name that codec, or raw; of a value its entry.
+def spec_for(codec: str, dtype: torch.dtype) -> CodecSpec:
+    """The codec that codes tensors of ``dtype`` where the caller asks for ``codec``: that codec, or raw.
 
     Raises:
-        ValueError: unknown codec, a dtype that no frame holds, or one that the lossy codec does not take.
+        ValueError: unknown codec, or a dtype that no frame holds.
     """
-    if isinstance(codec, LossyCodec):
-        if dtype not in LOSSY_DTYPES:
-            raise ValueError(
-                f"{codec} codes {', '.join(map(str, LOSSY_DTYPES))}, got {dtype}; send it by a lossless codec"
-            )
-        if type(codec) not in LOSSY_SPECS:
-            raise ValueError(f"{codec} codes matrices, not the elements of a tensor; name it for a role of the section")
-        return _lossy_spec(codec)
     spec = codec_spec(codec)
     if dtype not in DTYPE_IDS:
         raise ValueError(f"{dtype} has no place in a frame; view the tensor as one of {', '.join(map(str, DTYPE_IDS))}")
     return spec if dtype in spec.dtypes else RAW
+
+
+def lossy_spec(codec: LossyCodec, dtype: torch.dtype) -> LossySpec:
+    """The entry of a lossy codec, for tensors of ``dtype``.
+
+    Raises:
+        ValueError: a dtype that lossy codecs do not take, or a codec of matrices.
+    """
+    if dtype not in LOSSY_DTYPES:
+        raise ValueError(f"{codec} codes {', '.join(map(str, LOSSY_DTYPES))}, got {dtype}; send it by a lossless codec")
+    if type(codec) not in LOSSY_SPECS:
+        raise ValueError(f"{codec} codes matrices, not the elements of a tensor; name it for a role of the section")
+    return _lossy_spec(codec)
 
 
 @cache

@@ -12,9 +12,9 @@ import torch
 from ds_zipccl import kernels, tensors
 from ds_zipccl.codecs import exponent
 from ds_zipccl.codecs.exponent import CASCADE
-from ds_zipccl.codecs.spec import LOSSY_DTYPES, Coded, PayloadSpec, Tensors, any_size, decoders
+from ds_zipccl.codecs.spec import Coded, Tensors, any_size, lossy_format
 from ds_zipccl.frame import CodecId, FrameError, FrameErrorCode, pad16
-from ds_zipccl.kernels.protocol import ScaledCodec
+from ds_zipccl.kernels.protocol import ScaledCodec, group_bytes, scale_dtype
 from ds_zipccl.lossy import GROUPS, Int, TacoFp8
 
 #: kind, bits, group_log2, flags, zeros, code_bytes
@@ -25,27 +25,13 @@ _HADAMARD, _STAGE_2 = 1, 2
 _WORTH = 97
 
 
-def _scale_bytes(codec: ScaledCodec) -> int:
-    return 2 if isinstance(codec, Int) else 1
-
-
-def _group_bytes(codec: ScaledCodec) -> int:
-    """Bytes of the codes of a group."""
-    return codec.group * codec.bits // 8 if isinstance(codec, Int) else codec.group
-
-
 def _codes_at(codec: ScaledCodec, numel: int) -> int:
     """Where the codes begin in a payload of ``numel`` elements."""
-    return FIELDS.size + pad16(_groups(numel, codec.group) * _scale_bytes(codec))
+    return FIELDS.size + pad16(_groups(numel, codec.group) * scale_dtype(codec).itemsize)
 
 
 def _groups(numel: int, group: int) -> int:
     return -(-numel // group)
-
-
-def _new_scales(codec: ScaledCodec, numel: int, device: torch.device) -> torch.Tensor:
-    dtype = torch.int16 if isinstance(codec, Int) else torch.uint8
-    return tensors.empty(_groups(numel, codec.group), dtype, device)
 
 
 # --- encoding
@@ -79,8 +65,8 @@ def _scaled(codec: ScaledCodec, words: torch.Tensor, block: int, out: torch.Tens
     at = _codes_at(codec, numel)
     if at >= words.nbytes:
         return None
-    scales = _new_scales(codec, numel, device)
-    codes = tensors.empty(len(scales) * _group_bytes(codec), torch.uint8, device)
+    scales = tensors.empty(_groups(numel, codec.group), scale_dtype(codec), device)
+    codes = tensors.empty(len(scales) * group_bytes(codec), torch.uint8, device)
     coded, size = len(scales), 0
     fused = kernels.compiled(route, device.type)
     if fused and isinstance(codec, TacoFp8):
@@ -94,7 +80,7 @@ def _scaled(codec: ScaledCodec, words: torch.Tensor, block: int, out: torch.Tens
         if found is None:
             return None
         coded = found
-    codes = codes[: coded * _group_bytes(codec)]
+    codes = codes[: coded * group_bytes(codec)]
     plain, flags = at + codes.numel(), _HADAMARD if codec.hadamard else 0
     if coded and not size and isinstance(codec, TacoFp8):
         size = at + CASCADE.encode([codes.view(torch.float8_e4m3fn)], (), block, [out[at:]], route)[0]
@@ -106,8 +92,8 @@ def _scaled(codec: ScaledCodec, words: torch.Tensor, block: int, out: torch.Tens
         return None
     if not flags & _STAGE_2:
         out[at:size].copy_(codes)
-    kind, bits = (INT, codec.bits) if isinstance(codec, Int) else (E4M3, 8)
-    fields = FIELDS.pack(kind, bits, codec.group.bit_length() - 1, flags, 0, size - at)
+    kind = INT if isinstance(codec, Int) else E4M3
+    fields = FIELDS.pack(kind, codec.bits, codec.group.bit_length() - 1, flags, 0, size - at)
     out[: FIELDS.size].copy_(tensors.of_buffer(bytearray(fields)))
     end = FIELDS.size + scales.nbytes
     out[FIELDS.size : end].copy_(scales.view(torch.uint8))
@@ -146,7 +132,7 @@ def _parse(payload: torch.Tensor, numel: int, block: int) -> _Parsed:
     at = _codes_at(codec, numel)
     if at + code_bytes != payload.numel():
         _refuse(FrameErrorCode.SIZE, f"of {payload.numel()} bytes, its fields say {at + code_bytes}")
-    end = FIELDS.size + _groups(numel, codec.group) * _scale_bytes(codec)
+    end = FIELDS.size + _groups(numel, codec.group) * scale_dtype(codec).itemsize
     scales = payload[FIELDS.size : end].clone()  # at an address where words may be
     reach = log2 if hadamard else 0
     if kind == INT:
@@ -162,7 +148,7 @@ def _parse(payload: torch.Tensor, numel: int, block: int) -> _Parsed:
             of(words, torch.float8_e4m3fn, block) for of in (exponent.payload_floor, exponent.payload_bound)
         )
     else:
-        floor = bound = coded * _group_bytes(codec)
+        floor = bound = coded * group_bytes(codec)
     if not floor <= code_bytes <= bound:
         _refuse(FrameErrorCode.SIZE, f"with {code_bytes} bytes of codes of {coded} groups: {floor} to {bound} fit")
     return _Parsed(codec, scales, coded, payload[at:], staged)
@@ -184,14 +170,11 @@ def _kernel_call(payload: torch.Tensor, numel: int, block: int, route: str) -> t
     return "decode_scaled", (parsed.scales, _codes(parsed, block, route), parsed.codec)
 
 
-_decode, _decode_add = decoders(_kernel_call)
-SCALED = PayloadSpec(
+SCALED = lossy_format(
+    _kernel_call,
     name="scaled",
     frame_id=CodecId.SCALED,
-    dtypes=LOSSY_DTYPES,
     payload_bound=any_size,
     payload_floor=lambda numel, dtype, block: FIELDS.size + pad16(_groups(numel, GROUPS[-1])),
     prove=lambda payload, header: _parse(payload, header.numel, header.block),
-    decode=_decode,
-    decode_add=_decode_add,
 )

@@ -78,27 +78,6 @@ class DecodeAdd(Protocol):
     ) -> None: ...
 
 
-def decoders(
-    kernel_call: Callable[[torch.Tensor, int, int, str], tuple[str, tuple[Any, ...]]],
-) -> tuple[Decode, DecodeAdd]:
-    """``decode`` and ``decode_add`` of a lossy format, by a call of its kernels and the call with "_add" behind the name.
-
-    Args:
-        kernel_call: (payload, elements, block, route) -> the call, and its arguments in front of the words, or of the dtype and the sums.
-    """
-
-    def decode(payload: torch.Tensor, base: torch.Tensor | None, block: int, words: torch.Tensor, route: str) -> None:
-        name, given = kernel_call(payload, words.numel(), block, route)
-        getattr(kernels.lossy_route(route, words.device.type, name), name)(*given, words)
-
-    def decode_add(payload: torch.Tensor, block: int, dtype: torch.dtype, sums: torch.Tensor, route: str) -> None:
-        name, given = kernel_call(payload, sums.numel(), block, route)
-        name += "_add"
-        getattr(kernels.lossy_route(route, sums.device.type, name), name)(*given, dtype, sums)
-
-    return decode, decode_add
-
-
 @dataclass(frozen=True, kw_only=True)
 class PayloadSpec:
     """One payload format: its place in a frame and its decoder. :mod:`ds_zipccl.codecs.registry` lists it."""
@@ -121,6 +100,28 @@ class PayloadSpec:
     decode: Decode
     #: None: frames of this format cannot be added.
     decode_add: DecodeAdd | None = None
+
+
+def lossy_format(
+    kernel_call: Callable[[torch.Tensor, int, int, str], tuple[str, tuple[Any, ...]]], **fields: Any
+) -> PayloadSpec:
+    """The format of a lossy codec, decoded by a call of its kernels, and added by the call with "_add" behind the name.
+
+    Args:
+        kernel_call: (payload, elements, block, route) -> the call, and its arguments in front of the words, or of the dtype and the sums.
+        fields: the other fields of the entry; ``dtypes`` are those of lossy codecs unless given.
+    """
+
+    def decode(payload: torch.Tensor, base: torch.Tensor | None, block: int, words: torch.Tensor, route: str) -> None:
+        call, given = kernel_call(payload, words.numel(), block, route)
+        getattr(kernels.lossy_route(route, words.device.type, call), call)(*given, words)
+
+    def decode_add(payload: torch.Tensor, block: int, dtype: torch.dtype, sums: torch.Tensor, route: str) -> None:
+        call, given = kernel_call(payload, sums.numel(), block, route)
+        call += "_add"
+        getattr(kernels.lossy_route(route, sums.device.type, call), call)(*given, dtype, sums)
+
+    return PayloadSpec(decode=decode, decode_add=decode_add, **{"dtypes": LOSSY_DTYPES, **fields})
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,7 +9,7 @@ import torch
 
 from ds_zipccl import kernels, tensors
 from ds_zipccl.codecs import exponent
-from ds_zipccl.codecs.spec import LOSSY_DTYPES, Coded, PayloadSpec, Tensors, decoders
+from ds_zipccl.codecs.spec import Coded, Tensors, lossy_format
 from ds_zipccl.frame import CodecId, FrameError, FrameErrorCode
 from ds_zipccl.lossy import Zfp
 
@@ -69,16 +69,11 @@ def _rate(payload: torch.Tensor, numel: int) -> int:
     return int(rate)
 
 
-_decode, _decode_add = decoders(
-    lambda payload, numel, block, route: ("decode_zfp", (payload[_FIELDS.size :], _rate(payload, numel)))
-)
-ZFP1 = PayloadSpec(
+ZFP1 = lossy_format(
+    lambda payload, numel, block, route: ("decode_zfp", (payload[_FIELDS.size :], _rate(payload, numel))),
     name="zfp1",
     frame_id=CodecId.ZFP1,
-    dtypes=LOSSY_DTYPES,
     payload_bound=lambda numel, dtype, block: payload_bytes(numel, _MOST_RATE),
     payload_floor=lambda numel, dtype, block: payload_bytes(numel, _LEAST_RATE),
     prove=lambda payload, header: _rate(payload, header.numel),
-    decode=_decode,
-    decode_add=_decode_add,
 )

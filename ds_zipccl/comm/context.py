@@ -99,7 +99,8 @@ class OpContext(Call):
         self.repeats: Any = None  # of :class:`.host.repeats.memory.Repeats`, above this module
         self.peers = [(self.rank - step) % self.size for step in range(1, self.size)]
         self.transport = state.transport(self.device, group)
-        self.staging = staging.staging(device, config.route, self.transport.capabilities.host_only)
+        staged = self.transport.capabilities.host_only and device.type in staging.STAGED
+        self.staging = staging.HostStaging(device, config.route) if staged else None
         self._tag = state.next_tag() if tag is None else tag
         if sums and state.sum_switches is None and state.backend("cpu") == state.backend(self.device):
             state.sum_switches = self.transport.ask_sum_switches()

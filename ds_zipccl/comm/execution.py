@@ -13,7 +13,7 @@ from ds_zipccl import tensors
 from ds_zipccl.comm import engine, work
 from ds_zipccl.comm.decision import Choice, decide
 from ds_zipccl.comm.group_state import group_size
-from ds_zipccl.comm.request import Request, copy_back, logical_order
+from ds_zipccl.comm.request import CallOptions, Request, copy_back, logical_order
 from ds_zipccl.policy.admission import PassReason
 from ds_zipccl.telemetry import counters
 
@@ -41,10 +41,10 @@ def execute(choice: Choice, request: Request) -> Any:
     return _execute_plain(choice, request)
 
 
-def pass_small(op: str, role: str, sent: int, call: Callable[[], Any], *, kind: str = "") -> Any:
-    """Execute a call of fewer than ``min_bytes`` by the plain collective, and return its result. ``sent``: bytes that this rank sends."""
-    counters.record_pass(role, op, sent, PassReason.SMALL.value, kind=kind)
-    return call()
+def pass_small(op: str, options: CallOptions, sent: int, plain: Callable[[], Any], *, kind: str = "") -> Any:
+    """Execute a call of fewer than ``min_bytes`` uncompressed, and return its result. ``sent``: bytes that this rank sends."""
+    counters.record_pass(options.role, op, sent, PassReason.SMALL.value, kind=kind)
+    return (options.uncompressed_call or plain)()
 
 
 def sent_to_peers(nbytes: int, group: dist.ProcessGroup | None) -> int:

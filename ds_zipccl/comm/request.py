@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol, TypeVar
+from dataclasses import KW_ONLY, dataclass
+from typing import Any, NamedTuple, Protocol, TypedDict, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -15,7 +15,7 @@ from ds_zipccl.comm.context import Call, OpContext
 from ds_zipccl.comm.group_state import group_size, group_state, resolve_group
 from ds_zipccl.comm.reduction_order import Reduction, arithmetic, reduce_op_name
 from ds_zipccl.comm.shadow_check import LossyShadow, Plain, Shadow, Tolerance
-from ds_zipccl.config import ZipcclConfig
+from ds_zipccl.config import DEFAULT, ZipcclConfig
 from ds_zipccl.lossy import LossyCodec
 from ds_zipccl.ops import OPS
 from ds_zipccl.policy import admission, repeat_rules
@@ -72,6 +72,34 @@ class Owned(NamedTuple):
     disjoint: bool
 
 
+class MessageOptions(TypedDict, total=False):
+    """The keywords of all functions of :mod:`ds_zipccl.comm`."""
+
+    config: ZipcclConfig
+    role: str
+
+
+class ExactOptions(MessageOptions, total=False):
+    """The keywords of all collectives."""
+
+    uncompressed_call: Callable[[], Any] | None
+
+
+class Options(ExactOptions, total=False):
+    """The keywords of collectives that may be lossy."""
+
+    lossy: LossyCodec | None
+
+
+class CallOptions(NamedTuple):
+    """The values of a call's :class:`Options`, as :class:`Request` takes them after ``async_op``."""
+
+    config: ZipcclConfig = DEFAULT
+    role: str = "dp"
+    uncompressed_call: Callable[[], Any] | None = None
+    lossy: LossyCodec | None = None
+
+
 #: The defaults of operations of other kinds.
 _NO_SUM, _NO_SEGMENTS, _NO_OWNERS = Reduction("fp32", "", -1), Segments((), ()), Owned((), True)
 
@@ -116,10 +144,12 @@ class Request:
     async_op: bool
     config: ZipcclConfig
     role: str
+    uncompressed_call: Callable[[], Any] | None = None
+    lossy: LossyCodec | None = None
+    _: KW_ONLY
     plain: Plain
     numel: int | None
     sent: float
-    uncompressed_call: Callable[[], Any] | None = None
     problem: str = ""
     reduce_op: dist.ReduceOp | None = None
     tolerance: Tolerance = "bits"
@@ -134,7 +164,6 @@ class Request:
     row_width: int = 0
     kind: str = ""
     again: bool = False
-    lossy: LossyCodec | None = None
     reduction: Reduction = _NO_SUM
     base: Base | None = None
     agreed: Sequence[Any] = ()  # of :class:`.device.bases.agreed.Agreed`, above this module

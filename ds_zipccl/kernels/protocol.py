@@ -18,6 +18,15 @@ from ds_zipccl.lossy import Int, TacoFp8
 ScaledCodec = TacoFp8 | Int
 
 
+def scale_dtype(codec: ScaledCodec) -> torch.dtype:
+    return torch.int16 if isinstance(codec, Int) else torch.uint8
+
+
+def group_bytes(codec: ScaledCodec) -> int:
+    """Bytes of the codes of a group."""
+    return codec.group * codec.bits // 8
+
+
 class KernelBackend(Protocol):
     """Kernels for tensors of one device type.
 

@@ -29,13 +29,8 @@ class Expected(NamedTuple):
     error: float
 
 
-def known(codec: LossyCodec) -> bool:
-    """Return whether :func:`expected` knows the size of the frames of a codec."""
-    return isinstance(codec, (Round, TacoFp8, Int, Zfp))
-
-
 def expected(codec: LossyCodec, dtype: str, lossless_bits: float) -> Expected:
-    """Return what a codec is expected to take of a dense tensor.
+    """Return what a codec, which codes no matrices, is expected to take of a dense tensor.
 
     Args:
         dtype: torch's name of a dtype of :data:`MANTISSA`.

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from ds_zipccl import codecs
 from ds_zipccl.codecs import decompress, decompress_add, lowrank, project
-from ds_zipccl.codecs.registry import spec_for
+from ds_zipccl.codecs.registry import lossy_spec
 from ds_zipccl.frame import DTYPE_IDS, CodecId
 from ds_zipccl.kernels.sums import flushing
 from ds_zipccl.lossy import LowRank, PowerSgd, Round
@@ -213,7 +213,7 @@ def test_ranks_that_pay() -> None:
     assert [lowrank.factor_rank(*shape, 16) for shape in ((3, 1000), (1, 9), (0, 5))] == [0, 0, 0]
     assert lowrank.factor_rank(6, 1000, 2) == 2
     with pytest.raises(ValueError, match="lowrank rank 16 codes matrices"):
-        spec_for(LowRank(), torch.bfloat16)
+        lossy_spec(LowRank(), torch.bfloat16)
     with pytest.raises(ValueError, match="powersgd rank 32 codes matrices"):
         codecs.compress(torch.ones(8), PowerSgd(), lossy=True)
 

@@ -52,12 +52,12 @@ def test_derived_lists() -> None:
 def test_lossy_codecs_have_an_entry_by_their_value() -> None:
     for kind, (_, encode, project) in registry.LOSSY_SPECS.items():
         codec = kind()
-        spec = registry.spec_for(codec, torch.bfloat16)
-        assert spec.codec == codec and spec is registry.spec_for(kind(), torch.float32)
+        spec = registry.lossy_spec(codec, torch.bfloat16)
+        assert spec.codec == codec and spec is registry.lossy_spec(kind(), torch.float32)
         assert spec.encode.func is encode and spec.project.func is project and spec.project.args == (codec,)
         assert codec.name in LOSSY_CODECS and codec.name not in registry.CODEC_SPECS
         with pytest.raises(ValueError, match=r"got torch.uint8; send it by a lossless codec"):
-            registry.spec_for(codec, torch.uint8)
+            registry.lossy_spec(codec, torch.uint8)
 
 
 def test_an_entry_is_all_that_a_codec_needs(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -179,7 +179,7 @@ def failures_do_not_pile_up(rank: int, ranks: int) -> None:
     before = POOL._used_bytes
     for _ in range(3 * pipeline.ABANDONED):
         ctx = OpContext("broadcast", group, CODED, "dp", "raw", torch.device("cpu"))
-        pipeline.abandon(exchange_ := pipeline.Exchange(ctx, 0, True))
+        pipeline.abandon(exchange_ := pipeline.Exchange(ctx, 0, control=True))
         exchange_.post_recv((rank + 1) % ranks, torch.empty(1 << 16))
         del exchange_
     gc.collect()

@@ -315,7 +315,7 @@ def several_nodes(rank: int, ranks: int) -> list[str]:
         setattr(place, name, noted)
 
     noting(exchange._NodeExchange, "run")
-    noting(gather.NodeGather, "send")
+    noting(gather.Gathering, "_forward")
     levels.pretend([[0, 2], [1, 3]])
     for codec in CODECS:
         everyone = [with_specials(peer, 40_000, torch.bfloat16) for peer in range(ranks)]

@@ -139,10 +139,13 @@ def plan_of(monkeypatch: pytest.MonkeyPatch) -> Callable[..., admission.Decision
         peer: int | None, tag: int, config: ZipcclConfig, profile: LinkProfile | None = None
     ) -> admission.Decision:
         monkeypatch.setattr(decision, "link_profile", lambda state, device: profile)
-        return p2p._decide("send", torch.ones(1 << 20), None, tag, peer, config, "pp")  # type: ignore[arg-type]
+        op = "recv" if peer is None else "send"
+        return p2p._post(op, torch.ones(1 << 20), None, tag, (None, peer), config, "pp").decision  # type: ignore[union-attr]
 
     members = SimpleNamespace(size=2, rank=1, backend=lambda device: "gloo")
     monkeypatch.setattr(p2p, "group_state", lambda group: members)
+    monkeypatch.setattr(p2p, "resolve_group", lambda group: group)
+    monkeypatch.setattr(p2p, "group_rank", lambda group, dst, group_dst: group_dst)
     return decided
 
 

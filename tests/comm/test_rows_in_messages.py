@@ -23,8 +23,8 @@ from ds_zipccl import comm, kernels
 from ds_zipccl.codecs import row_segment
 from ds_zipccl.comm.host import pipeline
 from ds_zipccl.comm.host.frames import FrameCoder
+from ds_zipccl.comm.host.rows.coder import RowCoder
 from ds_zipccl.comm.host.rows.memory import MapKey, RowMemory, RowPairs
-from ds_zipccl.comm.host.rows.sent import SentRows
 from ds_zipccl.config import ZipcclConfig
 from ds_zipccl.frame import CodecId, parse
 from ds_zipccl.policy import row_rules, wire
@@ -34,17 +34,17 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 @contextmanager
-def posted(of: type = pipeline.Exchange) -> Iterator[list[torch.Tensor]]:
+def posted() -> Iterator[list[torch.Tensor]]:
     """Collect copies of the frames that this rank sends."""
     frames: list[torch.Tensor] = []
-    post = of._post
+    post = pipeline.Exchange.post
 
     def collecting(self: Any, frame: torch.Tensor, *more: Any) -> None:
         frames.append(frame.clone())
         post(self, frame, *more)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(of, "_post", collecting)
+        patch.setattr(pipeline.Exchange, "post", collecting)
         yield frames
 
 
@@ -218,7 +218,7 @@ def layers(rank: int, ranks: int, plant: str) -> None:
         if plant:
             patch.setattr(RowMemory, "newest", lambda self, key: [(-1, RowPairs(*wrong))])
         if plant == "without a trial":
-            patch.setattr(SentRows, "_good", lambda self, words, pairs: torch.ones(len(pairs.rows), dtype=torch.bool))
+            patch.setattr(RowCoder, "_good", lambda self, words, pairs: torch.ones(len(pairs.rows), dtype=torch.bool))
         sent = [
             [[rows_like(400, 256, torch.bfloat16, 50 * layer + a, 200)] * ranks for a in range(ranks)]
             for layer in range(3)
@@ -348,7 +348,7 @@ def blocks_of_a_row(rank: int, ranks: int) -> None:
 
 def damaged(rank: int, ranks: int, group: dist.ProcessGroup, at: int, byte: int) -> None:
     """Rank 1 sends row frames in which one byte differs."""
-    post = pipeline.Exchange._post
+    post = pipeline.Exchange.post
 
     def sending(self: Any, frame: torch.Tensor, *more: Any) -> None:
         assert parse(frame).codec == CodecId.ROWS, "plant the mistake elsewhere"
@@ -356,7 +356,7 @@ def damaged(rank: int, ranks: int, group: dist.ProcessGroup, at: int, byte: int)
         post(self, frame, *more)
 
     if rank == 1:
-        pipeline.Exchange._post = sending  # type: ignore[method-assign]
+        pipeline.Exchange.post = sending  # type: ignore[method-assign]
     rows = rows_like(2000 * ranks, 256, torch.bfloat16, rank, 300)
     more: dict[str, Any] = {"group": group, "config": CODED, "role": "ep", "kind": "dispatch"}
     comm.all_to_all_single(torch.empty_like(rows), rows, **more)

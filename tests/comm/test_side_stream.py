@@ -250,8 +250,9 @@ def test_the_copies_of_a_shadow_come_first(runtime: LazyRuntime, monkeypatch: py
     config = ZipcclConfig(enabled=True, mode="always", check="shadow")
     flat = words(0)
     request = Request(
-        "all_reduce", (), (flat,), None, False, config, "gradients", lambda *arguments: None, flat.numel(), 0.0
-    )
+        "all_reduce", (), (flat,), None, False, config, "gradients",
+        plain=lambda *arguments: None, numel=flat.numel(), sent=0.0,
+    )  # fmt: skip
     engine.start(request, Decision(True, "raw", ""))
     assert done == ["copies", "ours"]
 

@@ -14,7 +14,7 @@ from ds_zipccl.cli.planning.operations import COPIED, GRADIENTS, TOTAL, StepTraf
 from ds_zipccl.cli.planning.schedules import Coding, HostSchedules, codings
 from ds_zipccl.cli.planning.user_job import UserJob
 from ds_zipccl.integration import bypassed
-from ds_zipccl.policy import admission, lossy_sizes
+from ds_zipccl.policy import admission
 from ds_zipccl.policy.admission import Message, PassReason
 from ds_zipccl.policy.cost_model import DELTA_RATIO, LinkProfile
 
@@ -66,7 +66,7 @@ def unpredicted(job: UserJob, device: str, backend: str) -> str:
     """Return the reason why no step is predicted; "" where one is."""
     codec = job.config.lossy_of("zero_grad")
     other = [one.name for one in bypassed.found(bypassed.Facts(job.content)) if one.of_zero]
-    if codec is not None and not lossy_sizes.known(codec):
+    if codec is not None and codec.matrices:
         return f"gradients go by {codec}, and the size of its frames depends on the layers of the model"
     if job.stage == 0:
         return "ZeRO stage 0 has no prediction: wanted is stage 1, 2 or 3"

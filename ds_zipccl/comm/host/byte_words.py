@@ -21,11 +21,6 @@ from ds_zipccl.policy.admission import CODED_DTYPES
 SAMPLE_BYTES = 32 << 10
 
 
-def is_bytes(dtype: torch.dtype, ctx: OpContext) -> bool:
-    """Return whether a message of a dtype is one of bytes. Equal on all ranks."""
-    return dtype == torch.uint8 and ctx.device == "cpu"
-
-
 class ByteCoder(FrameCoder):
     """The frames of messages of bytes: flat contiguous uint8 tensors in host memory, at any address and of any size."""
 

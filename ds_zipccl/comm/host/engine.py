@@ -133,13 +133,7 @@ def start(request: Request, decision: Decision, timer: CallTimer | None = None) 
 def _repeats(ctx: OpContext, request: Request) -> Repeats | None:
     """Reserve the segments of a call that are kept, and find those that it may repeat, in program order; None where there are none."""
     keeps = repeat_rules.keeps(request.config, request.role, request.kind)
-    if (
-        request.op not in repeat_rules.OPS
-        or request.base is not None
-        or not keeps
-        or ctx.nodes
-        or ctx.lossy is not None
-    ):
+    if request.op not in repeat_rules.OPS or request.base is not None or not keeps or ctx.nodes or ctx.lossy:
         return None
     return ctx.state.of(RepeatMemory).open(
         _places_of(ctx, request),

@@ -23,8 +23,9 @@ import torch
 from ds_zipccl import tensors
 from ds_zipccl.comm.buffer_pool import PooledBuffers
 from ds_zipccl.comm.context import OpContext
-from ds_zipccl.comm.host.frames import Rows, rows_of
+from ds_zipccl.comm.host.frames import FrameCoder
 from ds_zipccl.comm.host.pipeline import Exchange, Fragments, detached, open_exchange, run_pipeline
+from ds_zipccl.comm.host.rows.coder import coder_of
 from ds_zipccl.comm.request import Request
 from ds_zipccl.policy import admission
 
@@ -32,37 +33,30 @@ from ds_zipccl.policy import admission
 _EXCHANGES = 3
 
 
-def exchange_by_node(
-    ctx: OpContext,
-    whole: torch.Tensor,
-    leaving: Sequence[int],
-    outputs: Sequence[torch.Tensor],
-    even: bool,
-    rows: Rows | None = None,
-    exact: bool = False,
-) -> None:
-    """Send the segments of ``whole``, ``leaving[r]`` elements to rank r, and write the segment from rank r to ``outputs[r]``. Blocks.
+def exchange_by_node(ctx: OpContext, request: Request, whole: torch.Tensor, outputs: Sequence[torch.Tensor]) -> None:
+    """Send the segments of ``whole`` to the ranks, and write the segment from rank r to ``outputs[r]``. Blocks.
 
-    All tensors are flat. All nodes of ``ctx.nodes`` have the same number of ranks. ``even``: all segments of all ranks are equal. ``rows``:
-    see :func:`.frames.rows_of`. ``exact``: this rank sends values as they are, whatever the operation allows. Segments are
-    laid end to end, so that a lossy codec must round each value by itself.
+    All tensors are flat. All nodes of ``ctx.nodes`` have the same number of ranks. Segments are laid end to end, so that a lossy codec must
+    round each value by itself.
 
     Raises:
         CommError: as any exchange; and a rank sends other sizes than the ranks of this node expect.
     """
+    exact = _is_small(ctx, [whole])
+    coder = coder_of(ctx, request.row_width, request.kind, exact)
     # a fragment of an output is written before the same elements of the input are sent: no source may share memory with it
     (whole,) = detached([whole], outputs, [whole[:0]])
-    sources = whole.split(list(leaving))
+    sources = whole.split(list(request.segments.leaving))
     outputs[ctx.rank].copy_(sources[ctx.rank])
     buffers = PooledBuffers()
     with (
-        open_exchange(ctx, 0, control=True, raw=True) as control,
-        open_exchange(ctx, 1, rows=rows, exact=exact) as across,
-        open_exchange(ctx, 2, raw=True, exact=exact) as inside,
-        open_exchange(ctx, 3, control=True, raw=True) as onward,
+        open_exchange(ctx, 0, control=True) as control,
+        open_exchange(ctx, 1, coder) as across,
+        open_exchange(ctx, 2, FrameCoder(ctx, raw=True, exact=exact)) as inside,
+        open_exchange(ctx, 3, control=True) as onward,
     ):
-        sizes = _Sizes(ctx, control, sources, outputs, even)
-        _NodeExchange(ctx, sizes, across, inside, onward, whole, sources, outputs, buffers, rows).run()
+        sizes = _Sizes(ctx, control, sources, outputs, even=request.numel is not None)
+        _NodeExchange(ctx, sizes, across, inside, onward, whole, sources, outputs, buffers, coder).run()
         sizes.verify()
     buffers.release()
 
@@ -169,7 +163,7 @@ class _NodeExchange:
         sources: Sequence[torch.Tensor],
         outputs: Sequence[torch.Tensor],
         buffers: PooledBuffers,
-        rows: Rows | None,
+        coder: FrameCoder,
     ) -> None:
         self._ctx, self._sizes, self._outputs = ctx, sizes, outputs
         self._across, self._inside, self._onward = across, inside, onward
@@ -177,7 +171,7 @@ class _NodeExchange:
         segments = [_laid(whole, sources, ranks) for ranks in sizes.others]
         self._leaving = Fragments(ctx, segments, _EXCHANGES)
         # only segments that the counterpart keeps
-        self._rows = across.search_rows(
+        coder.search(
             {
                 counterpart: segment
                 for counterpart, segment in zip(sizes.counterparts, segments, strict=True)
@@ -203,7 +197,7 @@ class _NodeExchange:
         kept = {
             stream.source: buffers.empty(sum(stream.sizes), whole.dtype, whole.device)
             for stream in self._carried
-            if rows is not None and self._is_kept(sum(stream.sizes))
+            if coder.refers and self._is_kept(sum(stream.sizes))
         }
         #: What has been received of a stream, where row frames may refer to it.
         self._kept: dict[int, torch.Tensor] = kept
@@ -230,8 +224,6 @@ class _NodeExchange:
     def run(self) -> None:
         """Run the exchange; blocks until the outputs are written and all frames are posted."""
         run_pipeline(self._steps, self._post, self._forward, self._take)
-        if self._rows is not None:
-            self._rows.release()
 
     def _post(self, step: int) -> None:
         """Post the receives between nodes, the receives inside the node, and the own sends of a step."""
@@ -255,7 +247,7 @@ class _NodeExchange:
         by_rank = [tensors.empty(0, torch.uint8)] * self._ctx.size
         for counterpart, fragment in zip(self._sizes.counterparts, self._leaving.at(step), strict=True):
             by_rank[counterpart] = fragment
-        self._across.send_each(by_rank, self._sizes.counterparts, self._rows)
+        self._across.send_each(by_rank, self._sizes.counterparts)
         for neighbor, fragment in zip(self._neighbors, self._straight.at(step), strict=True):
             self._inside.send(fragment, neighbor)
 
@@ -296,45 +288,37 @@ def _laid(whole: torch.Tensor, sources: Sequence[torch.Tensor], ranks: Sequence[
 # ---- the collectives
 
 
-def exchange_lists(ctx: OpContext, request: Request, inputs: list[torch.Tensor], outputs: list[torch.Tensor]) -> None:
-    """Input r goes to rank r; output r comes from rank r."""
-    _exchange(ctx, inputs, outputs, rows_of(ctx, request.row_width, request.kind))
-
-
 def exchange_segments(
     ctx: OpContext, request: Request, inputs: list[torch.Tensor], outputs: list[torch.Tensor]
 ) -> None:
     """Segments of one input go to the ranks, segments of one output come from the ranks."""
-    segments = request.segments
-    rows, places = rows_of(ctx, request.row_width, request.kind), outputs[0].split(segments.coming)
+    places = outputs[0].split(request.segments.coming)
     if ctx.nodes:
-        even = request.numel is not None
-        exchange_by_node(ctx, inputs[0], segments.leaving, places, even, rows, _is_small(ctx, inputs))
+        exchange_by_node(ctx, request, inputs[0], places)
     else:
-        _exchange(ctx, inputs[0].split(segments.leaving), places, rows)
+        exchange_lists(ctx, request, inputs[0].split(request.segments.leaving), places)
 
 
-def _exchange(
-    ctx: OpContext, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor], rows: Rows | None
+def exchange_lists(
+    ctx: OpContext, request: Request, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]
 ) -> None:
+    """Input r goes to rank r; output r comes from rank r."""
+    coder = coder_of(ctx, request.row_width, request.kind, _is_small(ctx, inputs))
     sources = detached(inputs, outputs, outputs)
-    exact = _is_small(ctx, inputs)
     leaving, coming = Fragments(ctx, sources), Fragments(ctx, [outputs[peer] for peer in ctx.peers])
     outputs[ctx.rank].copy_(sources[ctx.rank])
-    with open_exchange(ctx, rows=rows, exact=exact) as exchange:
-        for peer in ctx.peers:
-            exchange.announce(leaving[peer], peer)
+    with open_exchange(ctx, coder=coder) as exchange:
+        hashed = [peer for peer in ctx.peers if exchange.announce(leaving[peer], peer)]
         # A frame refers to rows of earlier frames. In the home of a segment, an arriving fragment writes over them.
         lasting = [peer for peer in ctx.peers if sources[peer].data_ptr() != outputs[peer].data_ptr()]
-        lasting = [peer for peer in lasting if not exchange.goes_as_hashes(peer)]
-        sent_rows = exchange.search_rows({peer: sources[peer] for peer in lasting})
+        coder.search({peer: sources[peer] for peer in lasting if peer not in hashed})
         received = dict.fromkeys(ctx.peers, 0)  # elements
 
         def post(step: int) -> None:
             exchange.next_step()
             for peer, place in zip(ctx.peers, coming.at(step), strict=True):
                 exchange.post_recv(peer, place)
-            exchange.send_each(leaving.at(step), ctx.peers[::-1], sent_rows)
+            exchange.send_each(leaving.at(step), ctx.peers[::-1])
 
         def take(step: int) -> None:
             for peer, place in zip(ctx.peers, coming.at(step), strict=True):
@@ -342,8 +326,6 @@ def _exchange(
                 received[peer] += place.numel()
 
         run_pipeline(max(leaving.steps, coming.steps), post, take)
-        if sent_rows is not None:
-            sent_rows.release()
 
 
 def _is_small(ctx: OpContext, inputs: Sequence[torch.Tensor]) -> bool:

@@ -17,16 +17,15 @@ from contextlib import contextmanager
 import torch
 
 from ds_zipccl import tensors
+from ds_zipccl.codecs.known import HASH_BYTES
 from ds_zipccl.comm.bases.state import NOTHING_THERE, SOMETHING_ELSE
 from ds_zipccl.comm.buffer_pool import PooledBuffers
 from ds_zipccl.comm.context import OpContext
 from ds_zipccl.comm.group_state import region_hash
-from ds_zipccl.comm.host import byte_words
+from ds_zipccl.comm.host.byte_words import ByteCoder
 from ds_zipccl.comm.host.pipeline import Exchange, Fragments, detached, open_exchange, run_pipeline, send_own, swap
 from ds_zipccl.comm.request import Base, Request, equal_shards
 from ds_zipccl.telemetry import counters
-
-HASH_BYTES = 16
 
 
 def gather(
@@ -58,56 +57,25 @@ def gather(
 
 
 @contextmanager
-def open_gather(ctx: OpContext, index: int, coming: Sequence[Fragments]) -> Iterator[FlatGather | NodeGather]:
-    """Open the exchanges of a gather, from ``index`` on: by node if the operation goes by node. ``coming[r]``: the places of rank r."""
-    if ctx.nodes:
-        with open_exchange(ctx, index) as across, open_exchange(ctx, index + 1) as inside:
-            yield NodeGather(ctx, across, inside, coming)
-    else:
-        with open_exchange(ctx, index) as exchange:
-            yield FlatGather(ctx, exchange, coming)
+def open_gather(ctx: OpContext, index: int, coming: Sequence[Fragments]) -> Iterator[Gathering]:
+    """Open the exchanges of a gather, from ``index`` on. ``coming[r]``: the places of rank r."""
+    with open_exchange(ctx, index) as across, open_exchange(ctx, index + 1) as inside:
+        yield Gathering(ctx, across, inside, coming)
 
 
-class FlatGather:
-    """The steps of a gather. A step begins with :meth:`expect` and :meth:`send`; ``stages`` follow, see :func:`.pipeline.run_pipeline`."""
+class Gathering:
+    """The steps of a gather. A step begins with :meth:`expect` and :meth:`send`; ``stages`` follow, see :func:`.pipeline.run_pipeline`.
 
-    def __init__(self, ctx: OpContext, exchange: Exchange, coming: Sequence[Fragments]) -> None:
-        self._exchange, self._coming, self._peers, self._own = exchange, coming, ctx.peers, coming[ctx.rank]
-
-    @property
-    def stages(self) -> tuple[Callable[[int], None], ...]:
-        """Return the stages of a step after :meth:`send`, for :func:`.pipeline.run_pipeline`."""
-        # no attribute: an object that holds its own methods keeps its tensors until garbage is collected
-        return (self._take,)
-
-    def expect(self, step: int) -> None:
-        """Post the receives of a step."""
-        self._exchange.next_step()
-        for peer in self._peers:
-            for place in self._coming[peer].at(step):
-                self._exchange.post_recv(peer, place)
-
-    def send(self, leaving: Fragments, bases: Fragments, step: int) -> None:
-        """Send the own fragments of a step. ``leaving`` and ``bases``: as in :func:`.pipeline.send_own`."""
-        send_own(self._exchange, leaving, bases, step, self._peers, self._own)
-
-    def _take(self, step: int) -> None:
-        for peer in self._peers:
-            for place in self._coming[peer].at(step):
-                self._exchange.recv(peer, place, base=place)
-
-
-class NodeGather:
-    """As :class:`FlatGather`, by node.
-
-    Rank i of a node sends to rank i of every other node, and to its neighbors in the node. Rank i forwards the frames from other nodes to
-    its neighbors, so that every shard enters a node once. All nodes have the same number of ranks. Frames between nodes, and the first
-    frames inside a node, are those of ``across``; forwarded frames are those of ``inside``.
+    Every rank sends to every other rank, by the frames of ``across``. If the operation goes by node, rank i of a node sends to rank i of
+    every other node, and to its neighbors in the node. Rank i forwards the frames from other nodes to its neighbors, so that every shard
+    enters a node once: forwarded frames are those of ``inside``. All nodes have the same number of ranks.
     """
 
     def __init__(self, ctx: OpContext, across: Exchange, inside: Exchange, coming: Sequence[Fragments]) -> None:
         self._across, self._inside, self._coming, self._own = across, inside, coming, coming[ctx.rank]
-        mine = next(ranks for ranks in ctx.nodes if ctx.rank in ranks)
+        self._by_node = bool(ctx.nodes)
+        # straight, all ranks are neighbors
+        mine = next((ranks for ranks in ctx.nodes if ctx.rank in ranks), [ctx.rank, *ctx.peers])
         self._neighbors = [rank for rank in mine if rank != ctx.rank]
         # rank of this node -> the ranks of other nodes whose shards it receives and forwards
         self._through = {
@@ -118,8 +86,9 @@ class NodeGather:
 
     @property
     def stages(self) -> tuple[Callable[[int], None], ...]:
-        """As :attr:`FlatGather.stages`."""
-        return (self._forward, self._take)
+        """Return the stages of a step after :meth:`send`, for :func:`.pipeline.run_pipeline`."""
+        # no attribute: an object that holds its own methods keeps its tensors until garbage is collected
+        return (self._forward, self._take) if self._by_node else (self._take,)
 
     def expect(self, step: int) -> None:
         """Post the receives of a step."""
@@ -129,7 +98,7 @@ class NodeGather:
                 self._across.post_recv(peer, place)
 
     def send(self, leaving: Fragments, bases: Fragments, step: int) -> None:
-        """Send the own fragments of a step."""
+        """Send the own fragments of a step. ``leaving`` and ``bases``: as in :func:`.pipeline.send_own`."""
         send_own(self._across, leaving, bases, step, [*self._received, *self._neighbors], self._own)
 
     def _forward(self, step: int) -> None:
@@ -173,14 +142,15 @@ def gather_differences(ctx: OpContext, own: torch.Tensor, places: Sequence[torch
 
 def _objection(ctx: OpContext, last: torch.Tensor | None, places: Sequence[torch.Tensor]) -> str:
     """Return the reason why this rank's shard must go in full; "" if every rank holds the shard of the last gather. Uses exchange 0."""
-    answers = swap(ctx, 0, ctx.peers, (_hashed(places[peer]) for peer in ctx.peers), HASH_BYTES)
+    answers = swap(ctx, 0, ctx.peers, (hashed(places[peer]) for peer in ctx.peers), HASH_BYTES)
     if last is None:
         return NOTHING_THERE
-    own = _hashed(last)
+    own = hashed(last)
     return "" if all(torch.equal(own, answer) for answer in answers.values()) else SOMETHING_ELSE
 
 
-def _hashed(region: torch.Tensor) -> torch.Tensor:
+def hashed(region: torch.Tensor) -> torch.Tensor:
+    """Return the hash of a region as a message."""
     return tensors.of_buffer(bytearray(region_hash(region)))
 
 
@@ -204,9 +174,9 @@ def gather_shards(ctx: OpContext, request: Request, inputs: list[torch.Tensor], 
 def broadcast(ctx: OpContext, request: Request, inputs: list[torch.Tensor], outputs: list[torch.Tensor]) -> None:
     """The root compresses each fragment once and sends it to every peer. Bytes may go as words of another dtype."""
     fragments, sends = Fragments(ctx, [*inputs, *outputs]), ctx.rank == request.root
-    with open_exchange(ctx) as exchange:
-        if byte_words.is_bytes([*inputs, *outputs][0].dtype, ctx):
-            exchange.set_coder(byte_words.ByteCoder(ctx))
+    bytes_alone = request.tensor.dtype == torch.uint8 and ctx.device == "cpu"  # equal on all ranks
+    coder = ByteCoder(ctx) if bytes_alone else None
+    with open_exchange(ctx, coder=coder) as exchange:
 
         def post(step: int) -> None:
             exchange.next_step()

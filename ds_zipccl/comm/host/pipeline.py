@@ -9,8 +9,9 @@ bounds the memory of a rank; the size of the message does not matter.
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from datetime import timedelta
 from typing import NamedTuple
 
 import torch
@@ -18,11 +19,11 @@ import torch.distributed as dist
 
 from ds_zipccl import tensors
 from ds_zipccl.codecs.known import FRAME_BYTES, known_frame
+from ds_zipccl.codecs.memory import span
 from ds_zipccl.comm.buffer_pool import PooledBuffers
 from ds_zipccl.comm.context import OpContext
-from ds_zipccl.comm.host.frames import FrameCoder, Rows
+from ds_zipccl.comm.host.frames import FrameCoder
 from ds_zipccl.comm.host.repeats.exchange import RepeatedSegments
-from ds_zipccl.comm.host.rows.sent import SentRows
 from ds_zipccl.comm.spans import length, within
 from ds_zipccl.frame import parse
 from ds_zipccl.policy import wire
@@ -96,20 +97,11 @@ class _Posted(NamedTuple):
 
 @contextmanager
 def open_exchange(
-    ctx: OpContext,
-    index: int = 0,
-    *,
-    control: bool = False,
-    raw: bool = False,
-    rows: Rows | None = None,
-    exact: bool = False,
+    ctx: OpContext, index: int = 0, coder: FrameCoder | None = None, *, control: bool = False
 ) -> Iterator[Exchange]:
-    """Open an exchange; leaving blocks until every send is done. After an error the exchange waits for nothing and raises at once.
-
-    ``control``: the messages are not part of the tensors, and plain collectives do not send them; they count as wire bytes only.
-    ``raw``, ``rows``, ``exact``: see :class:`ds_zipccl.comm.host.frames.FrameCoder`; control messages are exact.
-    """
-    exchange = Exchange(ctx, index, control, raw, rows, exact or control)
+    """Open an :class:`Exchange`; leaving blocks until every send is done. After an error the exchange waits for nothing and raises at
+    once."""
+    exchange = Exchange(ctx, index, coder, control=control)
     try:
         yield exchange
         exchange.flush()
@@ -124,26 +116,26 @@ def abandon(exchange: object) -> None:
 
 
 class Exchange:
-    """The frames of one tag. Frames of one pair of ranks arrive in the order of sending; empty tensors are not sent."""
+    """The frames of one tag. Frames of one pair of ranks arrive in the order of sending; empty tensors are not sent.
+
+    ``coder``: makes and reads the frames; None: the operation's own. ``control``: the messages are not part of the tensors, and plain
+    collectives do not send them; they are raw and exact, and count as wire bytes only. ``tag``: None: that of exchange ``index``.
+    """
 
     def __init__(
         self,
         ctx: OpContext,
         index: int,
-        control: bool,
-        raw: bool = False,
-        rows: Rows | None = None,
-        exact: bool = False,
+        coder: FrameCoder | None = None,
+        *,
+        control: bool = False,
+        tag: int | None = None,
     ) -> None:
-        self._ctx, self._coder, self._control, self._rows = ctx, FrameCoder(ctx, raw, rows, exact), control, rows
+        self._ctx, self._control, self._tag = ctx, control, ctx.tag(index) if tag is None else tag
+        self._coder = coder or FrameCoder(ctx, raw=control, exact=control)
         self._repeated = RepeatedSegments(ctx.repeats, index, self._coder) if ctx.repeats is not None else None
-        self._tag = ctx.tag(index)
         self._sends: deque[list[_Posted]] = deque([[]])
         self._receives: defaultdict[int, deque[_Posted]] = defaultdict(deque)
-
-    def set_coder(self, coder: FrameCoder) -> None:
-        """Make and read the frames by ``coder``."""
-        self._coder = coder
 
     def next_step(self) -> None:
         """Begin a step of sends. Blocks until the frames of more than two pipeline depths ago are sent, and takes their memory back."""
@@ -159,16 +151,12 @@ class Exchange:
                 handle = self._ctx.transport.post_recv(buffer, peer, self._tag)
             self._receives[peer].append(_Posted(peer, handle, buffer, buffers))
 
-    def announce(self, fragments: Sequence[torch.Tensor], *peers: int) -> None:
-        """Begin a segment for each of ``peers``, before its first fragment is sent. All fragments hold their words now. In an operation
-        whose segments are kept, every segment is announced; otherwise nothing happens."""
+    def announce(self, fragments: Sequence[torch.Tensor], *peers: int) -> bool:
+        """Begin a segment for each of ``peers``, before its first fragment is sent, and return whether all of them go as hashes: the peers
+        keep such segments. All fragments hold their words now. In an operation whose segments are kept, every segment is announced;
+        otherwise nothing happens."""
         some = [fragment for fragment in fragments if fragment.numel()]
-        if self._repeated is not None and some:
-            self._repeated.announce(some, peers)
-
-    def goes_as_hashes(self, peer: int) -> bool:
-        """Return whether the announced segment for ``peer`` repeats one that the peer keeps, so that its fragments go as hashes."""
-        return self._repeated is not None and self._repeated.goes_as_hashes(peer)
+        return self._repeated is not None and bool(some) and self._repeated.announce(some, peers)
 
     def send(
         self,
@@ -179,63 +167,39 @@ class Exchange:
     ) -> None:
         """Compress ``flat`` once and post the frame to every peer. With ``base``, which all peers hold, the frame is a difference.
         ``flat`` may be overwritten afterwards. ``own_place``: see :meth:`ds_zipccl.comm.host.frames.FrameCoder.compress`."""
-        if flat.numel():
-            peers = tuple(peer for peer in peers if not self._send_hash(flat, peer))
-        if flat.numel() and peers:
+        peers = tuple(peer for peer in peers if flat.numel() and not self._send_own(flat, peer))
+        if peers:
             frame = self._coder.compress(flat, buffers := PooledBuffers(), base, own_place)
-            self._post(frame, flat.nbytes, peers, buffers)
+            self.post(frame, flat.nbytes, peers, buffers)
 
-    def search_rows(self, segments: Mapping[int, torch.Tensor]) -> SentRows | None:
-        """Search the segments that go to peers for rows that need not travel; None where the exchange has no rows. ``segments``: as for
-        :class:`ds_zipccl.comm.host.rows.sent.SentRows`."""
-        if not self._rows:
-            return None
-        with ranges.inside(ranges.ENCODE):
-            return SentRows(self._ctx, self._coder, self._rows, segments)
-
-    def send_each(self, flats: Sequence[torch.Tensor], peers: Sequence[int], rows: SentRows | None = None) -> None:
-        """Send ``flats[peer]`` to each of ``peers``, in this order. Small tensors are compressed in one call, large tensors one by one.
-        ``rows``: the tensors are the next parts of its segments."""
-        chosen = [peer for peer in peers if flats[peer].numel() and not self._send_hash(flats[peer], peer)]
-        if rows is not None:
-            chosen = [peer for peer in chosen if not self._send_rows(rows, flats[peer], peer)]
-        if wire.encode_together([flats[peer].nbytes for peer in chosen]):
-            frames = self._coder.compress_each([flats[peer] for peer in chosen], buffers := PooledBuffers())
-            for peer, frame in zip(chosen, frames, strict=True):
-                self._post(frame, flats[peer].nbytes, [peer], buffers)
+    def send_each(self, flats: Sequence[torch.Tensor], peers: Sequence[int]) -> None:
+        """Send ``flats[peer]`` to each of ``peers``, in this order. Small tensors are compressed in one call, large tensors one by one."""
+        chosen = [peer for peer in peers if flats[peer].numel() and not self._send_own(flats[peer], peer)]
+        some = [flats[peer] for peer in chosen]
+        if wire.encode_together([flat.nbytes for flat in some]):
+            frames = self._coder.compress_each(some, buffers := PooledBuffers())
+            for flat, peer, frame in zip(some, chosen, frames, strict=True):
+                self.post(frame, flat.nbytes, [peer], buffers)
         else:
-            for peer in chosen:
-                self.send(flats[peer], peer)
+            for flat, peer in zip(some, chosen, strict=True):
+                self.post(self._coder.compress(flat, buffers := PooledBuffers()), flat.nbytes, [peer], buffers)
 
-    def _send_hash(self, flat: torch.Tensor, peer: int) -> bool:
-        """Send the hash of the next fragment of a segment that goes as hashes; return False where the fragment goes in full."""
+    def _send_own(self, flat: torch.Tensor, peer: int) -> bool:
+        """Send the frame of ``flat`` that is for ``peer`` alone: the hash of the next fragment of a segment that goes as hashes, or what
+        the coder has found; return False where there is none."""
         digest = None if self._repeated is None else self._repeated.next_hash(peer)
-        if digest is None:
+        if digest is not None:
+            buffers = PooledBuffers()
+            frame = known_frame(flat.dtype, flat.numel(), digest, buffers.take(FRAME_BYTES))
+        elif (found := self._coder.own_frame(peer, flat)) is not None:
+            frame, buffers = found
+        else:
             return False
-        buffers = PooledBuffers()
-        frame = known_frame(flat.dtype, flat.numel(), digest, buffers.take(FRAME_BYTES))
-        self._post(frame, flat.nbytes, [peer], buffers)
+        self.post(frame, flat.nbytes, [peer], buffers)
         return True
 
-    def _send_rows(self, rows: SentRows, flat: torch.Tensor, peer: int) -> bool:
-        """Send the next part of a segment as a row frame; return False where an ordinary frame is as good."""
-        frame = rows.frame(peer, flat, buffers := PooledBuffers())
-        if frame is not None:
-            rows.note_found()
-        if frame is not None and wire.compare_rows(flat.nbytes, self._coder.lossy, self._coder.rounded):
-            ordinary = self._coder.compress(flat, others := PooledBuffers())
-            if ordinary.nbytes <= frame.nbytes:
-                buffers.release()
-                self._post(ordinary, flat.nbytes, [peer], others)
-                return True
-            others.release()
-        if frame is None:
-            buffers.release()
-            return False
-        self._post(frame, flat.nbytes, [peer], buffers)
-        return True
-
-    def _post(self, frame: torch.Tensor, nbytes: int, peers: Sequence[int], buffers: PooledBuffers) -> None:
+    def post(self, frame: torch.Tensor, nbytes: int, peers: Sequence[int], buffers: PooledBuffers) -> None:
+        """Post a frame of ``nbytes`` of a tensor, in memory of ``buffers``, to every peer."""
         for peer in peers:
             with self._ctx.naming("sending to", peer):
                 handle = self._ctx.transport.post_send(frame, peer, self._tag)
@@ -261,7 +225,7 @@ class Exchange:
             with self._arrived(peer, keep=True) as posted:
                 self._coder.decompress(posted.frame, peer, out, out)
             frame = posted.frame[: parse(posted.frame).frame_bytes]
-            to._post(frame, out.nbytes, peers, posted.buffers)
+            to.post(frame, out.nbytes, peers, posted.buffers)
 
     def recv_add(self, peer: int, dtype: torch.dtype, sums: torch.Tensor) -> None:
         """Add the next frame of ``peer``, whose dtype is ``dtype``, to flat ``sums`` of that dtype or float32. Blocks until the frame
@@ -279,25 +243,34 @@ class Exchange:
     def _arrived(self, peer: int, keep: bool = False) -> Iterator[_Posted]:
         """Wait for the next frame of ``peer``. Its memory goes back afterwards unless ``keep``."""
         posted = self._receives[peer][0]
-        with ranges.inside(ranges.WIRE, self._ctx.naming("receiving from", peer)):
-            posted.handle.wait()
+        self._wait(posted, "receiving from")
         self._receives[peer].popleft()
         yield posted
         if not keep:
             posted.buffers.release()
 
-    def flush(self) -> None:
-        """Block until every send is done."""
+    def flush(self, timeout: timedelta | None = None) -> None:
+        """End the exchange: block until every send is done. ``timeout``: of each send; None: that of the group."""
+        self._coder.end()
         while self._sends:
-            self._retire()
+            self._retire(timeout)
 
-    def _retire(self) -> None:
+    def _retire(self, timeout: timedelta | None = None) -> None:
         """Block until the sends of the oldest step are done, and take their memory back."""
         for posted in self._sends[0]:
-            with ranges.inside(ranges.WIRE, self._ctx.naming("sending to", posted.peer)):
-                posted.handle.wait()
+            self._wait(posted, "sending to", timeout)
         for posted in self._sends.popleft():
             posted.buffers.release()
+
+    def _wait(self, posted: _Posted, doing: str, timeout: timedelta | None = None) -> None:
+        with self._ctx.naming(doing, posted.peer):
+            wait(posted.handle, timeout)
+
+
+def wait(handle: dist.Work, timeout: timedelta | None) -> None:
+    """Wait for a handle of the transport; the group's own timeout counts where ``timeout`` is None."""
+    with ranges.inside(ranges.WIRE):
+        handle.wait() if timeout is None else handle.wait(timeout)
 
 
 class Received:
@@ -337,33 +310,23 @@ def detached(
 
     Source i may be exactly ``homes[i]`` without a copy: a fragment of ``homes[i]`` is written only after the same fragment is compressed.
     """
-    spans = {_span(flat) for flat in written if flat.numel()}
+    spans = {span(flat) for flat in written if flat.numel()}
 
     def shared(flat: torch.Tensor, home: torch.Tensor) -> bool:
-        begin, end = _span(flat)
-        return any(begin < last and first < end for first, last in spans - ({_span(home)} & {(begin, end)}))
+        begin, end = span(flat)
+        return any(begin < last and first < end for first, last in spans - ({span(home)} & {(begin, end)}))
 
     return [
         flat.clone() if flat.numel() and shared(flat, home) else flat for flat, home in zip(sources, homes, strict=True)
     ]
 
 
-def _span(flat: torch.Tensor) -> tuple[int, int]:
-    return flat.data_ptr(), flat.data_ptr() + flat.nbytes
-
-
 def swap(
-    ctx: OpContext,
-    index: int,
-    peers: Sequence[int],
-    leaving: torch.Tensor | Iterable[torch.Tensor],
-    nbytes: int,
-    *,
-    raw: bool = False,
+    ctx: OpContext, index: int, peers: Sequence[int], leaving: torch.Tensor | Iterable[torch.Tensor], nbytes: int
 ) -> dict[int, torch.Tensor]:
     """Send ``nbytes`` bytes to each of ``peers``, the same or each its own; return those that each sends. A control exchange; blocks."""
     coming = {peer: tensors.empty(nbytes, torch.uint8) for peer in peers}
-    with open_exchange(ctx, index, control=True, raw=raw) as exchange:
+    with open_exchange(ctx, index, control=True) as exchange:
         for peer, out in coming.items():
             exchange.post_recv(peer, out)
         if isinstance(leaving, torch.Tensor):

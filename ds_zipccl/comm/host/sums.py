@@ -10,10 +10,11 @@ from contextlib import contextmanager
 import torch
 
 from ds_zipccl import tensors
+from ds_zipccl.codecs.known import HASH_BYTES
 from ds_zipccl.comm.buffer_pool import PooledBuffers
 from ds_zipccl.comm.context import OpContext
-from ds_zipccl.comm.group_state import region_hash
-from ds_zipccl.comm.host.gather import open_gather
+from ds_zipccl.comm.host.frames import FrameCoder
+from ds_zipccl.comm.host.gather import hashed, open_gather
 from ds_zipccl.comm.host.pipeline import Exchange, Fragments, Received, SpanView, detached, open_exchange, run_pipeline
 from ds_zipccl.comm.host.sums_by_node import NodeAdder
 from ds_zipccl.comm.reduction_order import Reduction
@@ -21,7 +22,6 @@ from ds_zipccl.comm.request import Owned, Request
 from ds_zipccl.comm.spans import common, cut, length, within
 from ds_zipccl.policy import wire
 
-HASH_BYTES = 16
 #: Exchange of the hashes of equal tensors; the sum over messages has the exchanges 0 and 1.
 _HASHES = 2
 
@@ -57,7 +57,7 @@ def open_adder(
     """Open an adder of shards, with an exchange for each of its ``stages``, from exchange 0 on: in two levels if the operation goes by
     node. ``spans``, ``chunk``: as for :class:`ShardAdder`."""
     if ctx.nodes:
-        with open_exchange(ctx, 0, raw=True) as inside, open_exchange(ctx, 1) as between:
+        with open_exchange(ctx, 0, FrameCoder(ctx, raw=True)) as inside, open_exchange(ctx, 1) as between:
             yield NodeAdder(ctx, inside, between, shards, reduction, spans)
     else:
         with open_exchange(ctx) as exchange:
@@ -148,7 +148,7 @@ def sum_alike(ctx: OpContext, whole: torch.Tensor, reduction: Reduction, chunk: 
         chunk: size of the message's chunks, in elements.
         index: the exchange of the hashes.
     """
-    own = tensors.of_buffer(bytearray(region_hash(whole)))
+    own = hashed(whole)
     answer = tensors.empty(HASH_BYTES, torch.uint8)
     alike = True
     with open_exchange(ctx, index, control=True) as exchange:
@@ -287,7 +287,8 @@ def by_shards(ctx: OpContext, spans: Sequence[Sequence[slice]], reduction: Reduc
     shards = Fragments(ctx, [whole[part] for part in slices], exchanges=2)
     with (
         open_adder(ctx, shards, reduction, [slices[ctx.rank]], chunk) as adder,
-        open_exchange(ctx, len(adder.stages), exact=True) as coming,  # one rounding, and equal sums at all owners
+        # one rounding, and equal sums at all owners
+        open_exchange(ctx, len(adder.stages), FrameCoder(ctx, exact=True)) as coming,
     ):
 
         def parts(adding: int, step: int, owner: int) -> list[torch.Tensor]:

@@ -273,7 +273,7 @@ class Keeper:
             ctx = OpContext(NAME, self._group, self._config, self._role, "raw", tensors.CPU)
             mine = tensors.of_numbers(words, torch.int64)
             own = mine.view(-1).view(torch.uint8)
-            heard = swap(ctx, 0, ctx.peers, own, own.numel(), raw=True) | {ctx.rank: own}
+            heard = swap(ctx, 0, ctx.peers, own, own.numel()) | {ctx.rank: own}
             counters.record(self._role, NAME, 0, ctx.wire_bytes)
             said = torch.stack([heard[rank] for rank in range(ctx.size)]).view(torch.int64)
             found: list[list[list[int]]] = said.view(ctx.size, *mine.shape).transpose(0, 1).tolist()

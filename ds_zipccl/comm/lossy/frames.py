@@ -6,13 +6,13 @@ not depend on the choice between the two. The sender looks at every SAMPLED-th o
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
-import torch.distributed as dist
 
 from ds_zipccl.codecs import compress, compress_bound, decompress, project
 from ds_zipccl.comm.buffer_pool import PooledBuffers
-from ds_zipccl.comm.context import OpContext
-from ds_zipccl.comm.group_state import group_state
+from ds_zipccl.comm.context import Call
 from ds_zipccl.comm.lossy.squared_error import squared_error
 from ds_zipccl.frame import HEADER_BYTES, CodecId, Header, pack, parse
 from ds_zipccl.lossy import Int, LossyCodec, Round, TacoFp8
@@ -29,9 +29,8 @@ _LOSSLESS = (CodecId.RAW, CodecId.EXPONENT)
 class LossyFrames:
     """Makes the frames of one operation by ``codec``. Tensors are flat contiguous CPU tensors; all calls block."""
 
-    def __init__(self, ctx: OpContext, codec: LossyCodec, block: int, route: str) -> None:
+    def __init__(self, ctx: Call, codec: LossyCodec, block: int, route: str) -> None:
         self._ctx, self._codec, self._block, self._route = ctx, codec, block, route
-        self._numbers = ctx.state.lossy_numbers(ctx.op, ctx.role)
 
     def compress(
         self, flat: torch.Tensor, coded: bool, buffers: PooledBuffers, own_place: torch.Tensor | None = None
@@ -39,16 +38,9 @@ class LossyFrames:
         """Return a frame of ``flat`` in memory of ``buffers``, raw unless ``coded``. The values that the frame decodes to are written to
         ``own_place``, which may be ``flat``."""
         frame = self._coded(flat, buffers) if coded else self._raw(flat, buffers)
-        counters.record_lossy(self._ctx.role, self._ctx.op, str(self._codec), 1)
-        if next(self._numbers) % SAMPLED == 0:
-            scratch = PooledBuffers()
-            values = decompress(frame, scratch.empty(flat.numel(), flat.dtype, flat.device), route=self._route)
-            sums = squared_error(flat, values, self._route)
-            counters.record_error(self._ctx.role, self._ctx.op, str(self._codec), *sums)
-            if own_place is not None:
-                own_place.copy_(values)
-            scratch.release()
-        elif own_place is not None:
+        numel, dtype, device = flat.numel(), flat.dtype, flat.device
+        self._count(flat, lambda scratch: decompress(frame, scratch.empty(numel, dtype, device), route=self._route))
+        if own_place is not None:
             decompress(frame, own_place.data, route=self._route)
         return frame
 
@@ -63,11 +55,22 @@ class LossyFrames:
 
     def note(self, flat: torch.Tensor) -> None:
         """Count a frame of ``flat`` that another encoder has made."""
-        counters.record_lossy(self._ctx.role, self._ctx.op, str(self._codec), 1)
-        if next(self._numbers) % SAMPLED == 0:
-            scratch = PooledBuffers()
-            sums = squared_error(flat, self.carried(flat, scratch), self._route)
-            counters.record_error(self._ctx.role, self._ctx.op, str(self._codec), *sums)
+        self._count(flat, lambda scratch: self.carried(flat, scratch))
+
+    def alone(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the values that frames of ``tensor``, of any shape, would carry, for a message that goes without frames; count it as one
+        frame."""
+        values = project(tensor, self._codec, route=self._route)
+        self._count(tensor.reshape(-1), lambda scratch: values.reshape(-1))
+        return values
+
+    def _count(self, flat: torch.Tensor, carried: Callable[[PooledBuffers], torch.Tensor]) -> None:
+        """Count a frame of ``flat``, and the error of every SAMPLED-th one: ``carried`` returns its values, with memory of its argument."""
+        call, codec, scratch = self._ctx, str(self._codec), PooledBuffers()
+        counters.record_lossy(call.role, call.op, codec, 1)
+        if next(call.state.lossy_numbers(call.op, call.role)) % SAMPLED == 0:
+            sums = squared_error(flat, carried(scratch), self._route)
+            counters.record_error(call.role, call.op, codec, *sums)
             scratch.release()
 
     def carried(self, flat: torch.Tensor, buffers: PooledBuffers) -> torch.Tensor:
@@ -106,16 +109,3 @@ class LossyFrames:
         pack(Header(CodecId.RAW, flat.dtype, flat.numel(), frame.numel()), frame[:HEADER_BYTES])
         project(flat, self._codec, out=frame[HEADER_BYTES:].view(flat.dtype), route=self._route)
         return frame
-
-
-def project_alone(
-    tensor: torch.Tensor, codec: LossyCodec, group: dist.ProcessGroup, op: str, role: str, route: str
-) -> torch.Tensor:
-    """Return the values that frames of ``tensor`` would carry, for a message that goes without frames; count it as one frame."""
-    state = group_state(group)
-    assert state is not None  # a rank outside the group sends nothing
-    values = project(tensor, codec, route=route)
-    counters.record_lossy(role, op, str(codec), 1)
-    if next(state.lossy_numbers(op, role)) % SAMPLED == 0:
-        counters.record_error(role, op, str(codec), *squared_error(tensor.reshape(-1), values.reshape(-1), route))
-    return values

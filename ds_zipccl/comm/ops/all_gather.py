@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from typing_extensions import Unpack
 
 from ds_zipccl.comm.decision import decide
 from ds_zipccl.comm.engine import Agreed
 from ds_zipccl.comm.execution import execute, pass_small, run, sent_to_peers
 from ds_zipccl.comm.group_state import group_size
-from ds_zipccl.comm.request import Base, Request, is_small
+from ds_zipccl.comm.request import Base, CallOptions, ExactOptions, Options, Request, is_small
 from ds_zipccl.comm.work import JoinedWork
-from ds_zipccl.config import DEFAULT, ZipcclConfig
-from ds_zipccl.lossy import LossyCodec
 
 
 def all_gather(
@@ -23,11 +22,7 @@ def all_gather(
     tensor: torch.Tensor,
     group: dist.ProcessGroup | None = None,
     async_op: bool = False,
-    *,
-    config: ZipcclConfig = DEFAULT,
-    role: str = "dp",
-    uncompressed_call: Callable[[], Any] | None = None,
-    lossy: LossyCodec | None = None,
+    **options: Unpack[Options],
 ) -> Any:
     """``torch.distributed.all_gather``: ``tensor_list[r]`` becomes the ``tensor`` of rank r. All tensors have one shape."""
     ranks = group_size(group)
@@ -39,14 +34,11 @@ def all_gather(
         tensor_list,
         group,
         async_op,
-        config,
-        role,
+        *CallOptions(**options),
         plain=lambda inputs, outputs, later: dist.all_gather(list(outputs), inputs[0], group, later),
         numel=tensor.numel() * ranks,
         sent=tensor.numel() * (ranks - 1),
-        uncompressed_call=uncompressed_call,
         problem=f"tensor_list must have {ranks} tensors of shape {tuple(tensor.shape)}, got {shapes}" if wrong else "",
-        lossy=lossy,
     )
     return run(request)
 
@@ -57,12 +49,9 @@ def all_gather_into_tensor(
     group: dist.ProcessGroup | None = None,
     async_op: bool = False,
     *,
-    config: ZipcclConfig = DEFAULT,
-    role: str = "dp",
     base: Base | None = None,
     agreed: Sequence[Agreed] = (),
-    uncompressed_call: Callable[[], Any] | None = None,
-    lossy: LossyCodec | None = None,
+    **options: Unpack[Options],
 ) -> Any:
     """``torch.distributed.all_gather_into_tensor``: shard r of the output is the input of rank r.
 
@@ -72,17 +61,18 @@ def all_gather_into_tensor(
     ``agreed``: the parameters whose shards lie end to end in the input, on all ranks or on none. On groups in the order of streams their
     frames have agreed sizes, see :mod:`.parameters`; the host waits only where a parameter has none.
     """
-    if is_small(output_tensor, config):
-        call = uncompressed_call or (lambda: dist.all_gather_into_tensor(output_tensor, input_tensor, group, async_op))
-        return pass_small("all_gather_into_tensor", role, sent_to_peers(output_tensor.nbytes, group), call)
-    request = request_shards(
-        "all_gather_into_tensor", [output_tensor], [input_tensor], group, async_op, config, role, uncompressed_call
-    )
-    request.lossy, request.base, request.agreed = lossy, base, agreed
+    call, name = CallOptions(**options), "all_gather_into_tensor"
+    if is_small(output_tensor, call.config):
+        sent = sent_to_peers(output_tensor.nbytes, group)
+        return pass_small(
+            name, call, sent, lambda: dist.all_gather_into_tensor(output_tensor, input_tensor, group, async_op)
+        )
+    request = request_shards(name, [output_tensor], [input_tensor], group, async_op, call)
+    request.base, request.agreed = base, agreed
     request.prepare()
     if request.lossy is not None and (base is not None or agreed):
         raise ValueError(
-            f"all_gather_into_tensor: got lossy={request.lossy} beside a base or agreed sizes, which are for parameters and exact; "
+            f"{name}: got lossy={request.lossy} beside a base or agreed sizes, which are for parameters and exact; "
             "leave one of them out"
         )
     if base is not None:
@@ -100,17 +90,11 @@ def all_gather_coalesced(
     input_tensors: list[torch.Tensor],
     group: dist.ProcessGroup | None = None,
     async_op: bool = False,
-    *,
-    config: ZipcclConfig = DEFAULT,
-    role: str = "dp",
-    uncompressed_call: Callable[[], Any] | None = None,
+    **options: Unpack[ExactOptions],
 ) -> Any:
     """:func:`all_gather_into_tensor` of several tensors of one dtype in one call, with the arguments of DeepSpeed's backend."""
-    return run(
-        request_shards(
-            "all_gather_coalesced", output_tensors, input_tensors, group, async_op, config, role, uncompressed_call
-        )
-    )
+    call = CallOptions(**options, lossy=None)
+    return run(request_shards("all_gather_coalesced", output_tensors, input_tensors, group, async_op, call))
 
 
 def request_shards(
@@ -119,9 +103,7 @@ def request_shards(
     input_tensors: Sequence[torch.Tensor],
     group: dist.ProcessGroup | None,
     async_op: bool,
-    config: ZipcclConfig,
-    role: str,
-    uncompressed_call: Callable[[], Any] | None,
+    call: CallOptions,
 ) -> Request:
     ranks = group_size(group)
 
@@ -139,12 +121,10 @@ def request_shards(
         output_tensors,
         group,
         async_op,
-        config,
-        role,
+        *call,
         plain=plain,
         numel=sum(own) * ranks,
         sent=sum(own) * (ranks - 1),
-        uncompressed_call=uncompressed_call,
         problem=f"outputs must have {ranks} times the elements of the inputs {own}, got {whole}" if wrong else "",
         flat=True,
     )

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from typing_extensions import Unpack
 
 from ds_zipccl.comm.execution import pass_small, run, sent_to_peers
 from ds_zipccl.comm.group_state import group_size
-from ds_zipccl.comm.request import Request, is_small
+from ds_zipccl.comm.request import CallOptions, Options, Request, is_small
 from ds_zipccl.comm.shadow_check import Plain
 from ds_zipccl.comm.work import JoinedWork
-from ds_zipccl.config import DEFAULT, ZipcclConfig
-from ds_zipccl.lossy import LossyCodec
 
 #: Kind of the sums of tensors that may be the same on all ranks: counters and the choice of a schedule tell them from other sums.
 _REPLICATED = "replicated"
@@ -26,11 +25,8 @@ def all_reduce(
     group: dist.ProcessGroup | None = None,
     async_op: bool = False,
     *,
-    config: ZipcclConfig = DEFAULT,
-    role: str = "dp",
-    uncompressed_call: Callable[[], Any] | None = None,
     replicated: bool = False,
-    lossy: LossyCodec | None = None,
+    **options: Unpack[Options],
 ) -> Any:
     """``torch.distributed.all_reduce``: in place, the same bits on every rank.
 
@@ -41,16 +37,15 @@ def all_reduce(
     With ``lossy``, equal tensors are added exactly, others lossily. Every schedule of a lossy sum compares the hashes first, so that the
     tensors alone decide which of the two, not a time, a schedule or a size of memory.
     """
-    if is_small(tensor, config):
-        call = uncompressed_call or (lambda: dist.all_reduce(tensor, op, group, async_op))
+    call, kind = CallOptions(**options), _REPLICATED if replicated else ""
+    if is_small(tensor, call.config):
         sent = 2 * sent_to_peers(tensor.nbytes, group)
-        return pass_small("all_reduce", role, sent, call, kind=_REPLICATED if replicated else "")
+        return pass_small("all_reduce", call, sent, lambda: dist.all_reduce(tensor, op, group, async_op), kind=kind)
 
     def plain(inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor], later: bool) -> Any:
         return dist.all_reduce(outputs[0], op, group, later)
 
-    kind = _REPLICATED if replicated else ""
-    return _all_reduce("all_reduce", [tensor], op, group, async_op, config, role, plain, uncompressed_call, lossy, kind)
+    return _all_reduce("all_reduce", [tensor], op, group, async_op, call, plain, kind)
 
 
 def all_reduce_coalesced(
@@ -58,11 +53,7 @@ def all_reduce_coalesced(
     op: Any = dist.ReduceOp.SUM,
     group: dist.ProcessGroup | None = None,
     async_op: bool = False,
-    *,
-    config: ZipcclConfig = DEFAULT,
-    role: str = "dp",
-    uncompressed_call: Callable[[], Any] | None = None,
-    lossy: LossyCodec | None = None,
+    **options: Unpack[Options],
 ) -> Any:
     """``torch.distributed.all_reduce_coalesced``: one all-reduce over the tensors laid end to end, in place."""
 
@@ -70,9 +61,7 @@ def all_reduce_coalesced(
         handle = dist.all_reduce_coalesced(list(outputs), op, group, later)
         return JoinedWork("all_reduce_coalesced", [handle], outputs) if handle is not None else None
 
-    return _all_reduce(
-        "all_reduce_coalesced", tensors, op, group, async_op, config, role, plain, uncompressed_call, lossy
-    )
+    return _all_reduce("all_reduce_coalesced", tensors, op, group, async_op, CallOptions(**options), plain)
 
 
 def _all_reduce(
@@ -81,11 +70,8 @@ def _all_reduce(
     op: Any,
     group: dist.ProcessGroup | None,
     async_op: bool,
-    config: ZipcclConfig,
-    role: str,
+    call: CallOptions,
     plain: Plain,
-    uncompressed_call: Callable[[], Any] | None,
-    lossy: LossyCodec | None,
     kind: str = "",
 ) -> Any:
     ranks = group_size(group)
@@ -96,15 +82,12 @@ def _all_reduce(
         tensors,
         group,
         async_op,
-        config,
-        role,
+        *call,
         plain=plain,
         numel=numel,
         sent=2 * numel * (ranks - 1) / ranks,
-        uncompressed_call=uncompressed_call,
         memory_order=name == "all_reduce",  # the plain all-reduce of several tensors lays copies end to end
         kind=kind,
-        lossy=lossy,
         reduce_op=op,
     )
     return run(request)

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from typing_extensions import Unpack
 
 from ds_zipccl.comm.execution import pass_small, run, sent_to_peers
 from ds_zipccl.comm.group_state import group_size
-from ds_zipccl.comm.request import Request, Segments, is_small
-from ds_zipccl.config import DEFAULT, ZipcclConfig
-from ds_zipccl.lossy import LossyCodec
+from ds_zipccl.comm.request import CallOptions, Options, Request, Segments, is_small
 
 
 def all_to_all(
@@ -22,12 +21,9 @@ def all_to_all(
     group: dist.ProcessGroup | None = None,
     async_op: bool = False,
     *,
-    config: ZipcclConfig = DEFAULT,
-    role: str = "dp",
-    uncompressed_call: Callable[[], Any] | None = None,
     row_width: int | None = None,
     kind: str = "",
-    lossy: LossyCodec | None = None,
+    **options: Unpack[Options],
 ) -> Any:
     """``torch.distributed.all_to_all``: ``input_tensor_list[r]`` goes to rank r. Sizes may differ, even where gloo refuses them.
 
@@ -40,17 +36,14 @@ def all_to_all(
         output_tensor_list,
         group,
         async_op,
-        config,
-        role,
+        *CallOptions(**options),
         plain=lambda inputs, outputs, later: dist.all_to_all(list(outputs), list(inputs), group, later),
         numel=None,
         sent=_elements_for_peers(leaving, group),
-        uncompressed_call=uncompressed_call,
         problem=_misfit(leaving, coming, group),
         plain_fits=False,  # gloo refuses sizes that differ
         row_width=_row_width(input_tensor_list) if row_width is None else row_width,
         kind=kind,
-        lossy=lossy,
         segments=Segments(leaving, coming),
     )
     return run(request)
@@ -64,12 +57,9 @@ def all_to_all_single(
     group: dist.ProcessGroup | None = None,
     async_op: bool = False,
     *,
-    config: ZipcclConfig = DEFAULT,
-    role: str = "dp",
-    uncompressed_call: Callable[[], Any] | None = None,
     row_width: int | None = None,
     kind: str = "",
-    lossy: LossyCodec | None = None,
+    **options: Unpack[Options],
 ) -> Any:
     """``torch.distributed.all_to_all_single``: rows of dimension 0 go to other ranks, in equal parts or by the split sizes.
 
@@ -82,9 +72,16 @@ def all_to_all_single(
             ranks.
     """
     even = not input_split_sizes and not output_split_sizes
-    if even and is_small(input, config):
-        call = uncompressed_call or (lambda: dist.all_to_all_single(output, input, None, None, group, async_op))
-        return pass_small("all_to_all_single", role, sent_to_peers(input.nbytes, group), call, kind=kind)
+    call = CallOptions(**options)
+    if even and is_small(input, call.config):
+        sent = sent_to_peers(input.nbytes, group)
+        return pass_small(
+            "all_to_all_single",
+            call,
+            sent,
+            lambda: dist.all_to_all_single(output, input, None, None, group, async_op),
+            kind=kind,
+        )
     leaving, coming = _segments(input, input_split_sizes, group), _segments(output, output_split_sizes, group)
     request = Request(
         "all_to_all_single",
@@ -92,18 +89,15 @@ def all_to_all_single(
         [output],
         group,
         async_op,
-        config,
-        role,
+        *call,
         plain=lambda inputs, outputs, later: dist.all_to_all_single(
             outputs[0], inputs[0], output_split_sizes, input_split_sizes, group, later
         ),
         numel=input.numel() if even else None,
         sent=_elements_for_peers(leaving, group),
-        uncompressed_call=uncompressed_call,
         problem=_unsplit(input, leaving) or _unsplit(output, coming) or _misfit(leaving, coming, group),
         row_width=_row_width([input]) if row_width is None else row_width,
         kind=kind,
-        lossy=lossy,
         segments=Segments(leaving, coming),
     )
     return run(request)

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from typing_extensions import Unpack
 
 from ds_zipccl.comm.execution import pass_small, run
 from ds_zipccl.comm.group_state import group_rank, is_member, resolve_group
-from ds_zipccl.comm.request import Request, is_small
-from ds_zipccl.config import DEFAULT, ZipcclConfig
+from ds_zipccl.comm.request import CallOptions, ExactOptions, Request, is_small
 
 
 def broadcast(
@@ -20,17 +19,15 @@ def broadcast(
     group: dist.ProcessGroup | None = None,
     async_op: bool = False,
     group_src: int | None = None,
-    *,
-    config: ZipcclConfig = DEFAULT,
-    role: str = "dp",
-    uncompressed_call: Callable[[], Any] | None = None,
+    **options: Unpack[ExactOptions],
 ) -> Any:
     """``torch.distributed.broadcast``: every rank's ``tensor`` becomes that of global rank ``src`` or group rank ``group_src``."""
     if not is_member(group):
         return dist.broadcast(tensor, src, group, async_op)
-    if src is not None and is_small(tensor, config):
-        call = uncompressed_call or (lambda: dist.broadcast(tensor, src, group, async_op))
-        return pass_small("broadcast", role, tensor.nbytes if src == dist.get_rank() else 0, call)
+    call = CallOptions(**options, lossy=None)
+    if src is not None and is_small(tensor, call.config):
+        sent = tensor.nbytes if src == dist.get_rank() else 0
+        return pass_small("broadcast", call, sent, lambda: dist.broadcast(tensor, src, group, async_op))
     root = group_rank(group, src, group_src)
     root_globally = dist.get_global_rank(resolve_group(group), root)
     sends = dist.get_rank(group) == root
@@ -40,12 +37,10 @@ def broadcast(
         [] if sends else [tensor],
         group,
         async_op,
-        config,
-        role,
+        *call,
         plain=lambda inputs, outputs, later: dist.broadcast([*inputs, *outputs][0], root_globally, group, later),
         numel=tensor.numel(),
         sent=tensor.numel() * sends,
-        uncompressed_call=uncompressed_call,
         memory_order=True,
         root=root,
     )

@@ -9,13 +9,15 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from typing_extensions import Unpack
 
 from ds_zipccl.comm import engine
+from ds_zipccl.comm.context import Call
 from ds_zipccl.comm.decision import decide_message
-from ds_zipccl.comm.group_state import group_rank, group_state, is_member, resolve_group
+from ds_zipccl.comm.group_state import group_rank, group_state, resolve_group
 from ds_zipccl.comm.lossy.factors import Factoring
-from ds_zipccl.comm.lossy.frames import project_alone
-from ds_zipccl.comm.request import Post, lossy_here
+from ds_zipccl.comm.lossy.frames import LossyFrames
+from ds_zipccl.comm.request import MessageOptions, Post, lossy_here
 from ds_zipccl.comm.transport.protocol import TAGS_PER_RANGE, TagRange
 from ds_zipccl.config import DEFAULT, ZipcclConfig
 from ds_zipccl.lossy import LossyCodec
@@ -30,9 +32,8 @@ def send(
     tag: int = 0,
     group_dst: int | None = None,
     *,
-    config: ZipcclConfig = DEFAULT,
-    role: str = "dp",
     lossy: LossyCodec | Factoring | None = None,
+    **options: Unpack[MessageOptions],
 ) -> None:
     """``torch.distributed.send``: blocks until the frames are sent. ``lossy``: the receiver gets the values that this codec, or
     the product of these factors, makes of the tensor's, and names no codec.
@@ -40,7 +41,7 @@ def send(
     Raises:
         ValueError: the destination is this rank itself.
     """
-    post = _post("send", tensor, group, tag, (dst, group_dst), config, role)
+    post = _post("send", tensor, group, tag, (dst, group_dst), **options)
     if post is not None:
         if post.peer == dist.get_rank(group):
             raise ValueError(
@@ -55,15 +56,13 @@ def recv(
     group: dist.ProcessGroup | None = None,
     tag: int = 0,
     group_src: int | None = None,
-    *,
-    config: ZipcclConfig = DEFAULT,
-    role: str = "dp",
+    **options: Unpack[MessageOptions],
 ) -> int:
     """``torch.distributed.recv``: blocks, and returns the sender's global rank; -1 on a rank outside the group.
 
     With ``src`` and ``group_src`` None, a message from any rank is received.
     """
-    post = _post("recv", tensor, group, tag, (src, group_src), config, role)
+    post = _post("recv", tensor, group, tag, (src, group_src), **options)
     if post is None:
         return -1
     handle = _recv(post, blocking=True)
@@ -78,13 +77,12 @@ def isend(
     tag: int = 0,
     group_dst: int | None = None,
     *,
-    config: ZipcclConfig = DEFAULT,
-    role: str = "dp",
     lossy: LossyCodec | Factoring | None = None,
+    **options: Unpack[MessageOptions],
 ) -> Any:
     """``torch.distributed.isend``: compresses and posts on the calling thread, without blocking on the peer. ``tensor`` may be overwritten
     afterwards: the handle has the whole message in memory until it is sent."""
-    post = _post("send", tensor, group, tag, (dst, group_dst), config, role)
+    post = _post("send", tensor, group, tag, (dst, group_dst), **options)
     return dist.isend(tensor, dst, group, tag) if post is None else _send(post, lossy, bounded=False)
 
 
@@ -94,16 +92,14 @@ def irecv(
     group: dist.ProcessGroup | None = None,
     tag: int = 0,
     group_src: int | None = None,
-    *,
-    config: ZipcclConfig = DEFAULT,
-    role: str = "dp",
+    **options: Unpack[MessageOptions],
 ) -> Any:
     """``torch.distributed.irecv``: posts the receive. With ``src`` and ``group_src`` None, a message from any rank is received.
 
     A tensor of one fragment is decompressed in the first ``wait()``. A larger tensor, and in mode auto every one, is received in the
     background, because its sender may block before the program here comes to ``wait()``.
     """
-    post = _post("recv", tensor, group, tag, (src, group_src), config, role)
+    post = _post("recv", tensor, group, tag, (src, group_src), **options)
     return dist.irecv(tensor, src, group, tag) if post is None else _recv(post, blocking=False)
 
 
@@ -113,15 +109,25 @@ def _post(
     group: dist.ProcessGroup | None,
     tag: int,
     ends: tuple[int | None, int | None],
-    config: ZipcclConfig,
-    role: str,
+    config: ZipcclConfig = DEFAULT,
+    role: str = "dp",
 ) -> Post | None:
     """Return the message to or from a rank, given as its global rank or its rank in the group, and decide on it; None outside the group."""
-    if not is_member(group):
+    state = group_state(group)
+    if state is None:
         return None
     group = resolve_group(group)
     peer = None if op == "recv" and ends == (None, None) else group_rank(group, *ends)
-    return Post(tensor, group, tag, peer, config, role, _decide(op, tensor, group, tag, peer, config, role))
+    if tag >= TagRange.COLLECTIVE and config.enabled and config.mode_of(role) != "never":
+        raise ValueError(
+            f"{op}: tag must be below {int(TagRange.COLLECTIVE)}, got {tag}: this package uses the higher tags; use a lower tag"
+        )
+    decision = decide_message(op, tensor, state, config, role)
+    if decision.frames and peer == state.rank:
+        decision = Decision.passing(PassReason.TO_ITSELF)
+    elif decision.frames and not 0 <= tag < TAGS_PER_RANGE:
+        decision = Decision.passing(PassReason.TAG, TAGS_PER_RANGE)
+    return Post(tensor, group, tag, peer, config, role, decision)
 
 
 def _send(post: Post, lossy: LossyCodec | Factoring | None, *, bounded: bool) -> Any:
@@ -140,7 +146,7 @@ def _send(post: Post, lossy: LossyCodec | Factoring | None, *, bounded: bool) ->
         return engine.send(post._replace(tensor=tensor), codec or factored, bounded=bounded)
     counters.record_pass(role, "send", tensor.numel() * tensor.element_size(), decision.reason)
     if codec is not None and slower:
-        tensor = project_alone(tensor, codec, group, "send", role, config.route)
+        tensor = LossyFrames(Call("send", group, config, role), codec, config.block, config.route).alone(tensor)
     assert peer is not None  # a send names its receiver
     return dist.isend(tensor, dist.get_global_rank(group, peer), group, tag)
 
@@ -152,20 +158,3 @@ def _recv(post: Post, *, blocking: bool) -> Any:
     counters.record_pass(post.role, "recv", 0, post.decision.reason)
     source = None if post.peer is None else dist.get_global_rank(post.group, post.peer)
     return dist.irecv(post.tensor, source, post.group, post.tag)
-
-
-def _decide(
-    op: str, tensor: torch.Tensor, group: dist.ProcessGroup, tag: int, peer: int | None, config: ZipcclConfig, role: str
-) -> Decision:
-    state = group_state(group)
-    assert state is not None  # callers have checked that this rank is in the group
-    if tag >= TagRange.COLLECTIVE and config.enabled and config.mode_of(role) != "never":
-        raise ValueError(
-            f"{op}: tag must be below {int(TagRange.COLLECTIVE)}, got {tag}: this package uses the higher tags; use a lower tag"
-        )
-    decision = decide_message(op, tensor, state, config, role)
-    if decision.frames and peer == state.rank:
-        return Decision.passing(PassReason.TO_ITSELF)
-    if decision.frames and not 0 <= tag < TAGS_PER_RANGE:
-        return Decision.passing(PassReason.TAG, TAGS_PER_RANGE)
-    return decision

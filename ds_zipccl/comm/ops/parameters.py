@@ -20,7 +20,7 @@ from ds_zipccl.comm.engine import GATHER, Agreed, Kept, SharedBase, agreed
 from ds_zipccl.comm.execution import execute, sent_to_peers
 from ds_zipccl.comm.group_state import group_state, resolve_group
 from ds_zipccl.comm.ops.all_gather import request_shards
-from ds_zipccl.comm.request import Request, equal_shards
+from ds_zipccl.comm.request import CallOptions, Request, equal_shards
 from ds_zipccl.comm.shadow_check import Shadow
 from ds_zipccl.config import DEFAULT, ZipcclConfig
 from ds_zipccl.telemetry import counters
@@ -59,7 +59,9 @@ def agree_sizes(
     codec: str = config.codec
     for dtype, some in found.items():
         like = tensors.empty(0, dtype, some[0][1].device)
-        request = request_shards(GATHER, [like], [like], group, False, config, role, None)  # decided on, not executed
+        request = request_shards(
+            GATHER, [like], [like], group, False, CallOptions(config, role)
+        )  # decided on, not executed
         numel = sum(words.numel() for _, words in some)
         request.numel, request.sent = numel * state.size, numel * (state.size - 1)
         decision = decide(request).decision
@@ -140,8 +142,8 @@ def gather_parts(
         return work.done(GATHER, [output_tensor]) if async_op else None
     if copied:
         gather.lay_out()
-    plain = None if copied else uncompressed_call
-    return gather.send(request_shards(GATHER, [gather.whole], [gather.own], group, async_op, config, role, plain))
+    options = CallOptions(config, role, None if copied else uncompressed_call)
+    return gather.send(request_shards(GATHER, [gather.whole], [gather.own], group, async_op, options))
 
 
 class _Gather:
@@ -169,9 +171,8 @@ class _Gather:
             return False
         call, nbytes = self._call, 0
         if call.config.check == "shadow":
-            whole = request_shards(
-                GATHER, [self._output], [self._input], call.group, False, call.config, call.role, None
-            )
+            options = CallOptions(call.config, call.role)
+            whole = request_shards(GATHER, [self._output], [self._input], call.group, False, options)
             shadow = Shadow(whole.plain, whole.inputs, whole.outputs, whole.tolerance, call.size)
             self._check = _raw_context(call), shadow
         for number, one in self._valid.items():

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from typing_extensions import Unpack
 
 from ds_zipccl.comm.execution import run
 from ds_zipccl.comm.group_state import group_rank, is_member, resolve_group
-from ds_zipccl.comm.request import Request
-from ds_zipccl.config import DEFAULT, ZipcclConfig
-from ds_zipccl.lossy import LossyCodec
+from ds_zipccl.comm.request import CallOptions, Options, Request
 
 
 def reduce(
@@ -22,11 +20,7 @@ def reduce(
     group: dist.ProcessGroup | None = None,
     async_op: bool = False,
     group_dst: int | None = None,
-    *,
-    config: ZipcclConfig = DEFAULT,
-    role: str = "dp",
-    uncompressed_call: Callable[[], Any] | None = None,
-    lossy: LossyCodec | None = None,
+    **options: Unpack[Options],
 ) -> Any:
     """``torch.distributed.reduce``: the sum goes in place to global rank ``dst`` or group rank ``group_dst``. Other ranks keep their
     tensors."""
@@ -41,13 +35,10 @@ def reduce(
         [tensor] if adds else [],
         group,
         async_op,
-        config,
-        role,
+        *CallOptions(**options),
         plain=lambda inputs, outputs, later: dist.reduce([*inputs, *outputs][0], root_globally, op, group, later),
         numel=tensor.numel(),
         sent=tensor.numel() * (not adds),
-        uncompressed_call=uncompressed_call,
-        lossy=lossy,
         memory_order=True,
         reduce_op=op,
         root=root,

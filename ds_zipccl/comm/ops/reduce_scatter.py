@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from typing_extensions import Unpack
 
 from ds_zipccl.comm.execution import pass_small, run, sent_to_peers
 from ds_zipccl.comm.group_state import group_size
-from ds_zipccl.comm.request import Request, is_small
-from ds_zipccl.config import DEFAULT, ZipcclConfig
-from ds_zipccl.lossy import LossyCodec
+from ds_zipccl.comm.request import CallOptions, Options, Request, is_small
 
 
 def reduce_scatter_tensor(
@@ -21,19 +19,18 @@ def reduce_scatter_tensor(
     op: Any = dist.ReduceOp.SUM,
     group: dist.ProcessGroup | None = None,
     async_op: bool = False,
-    *,
-    config: ZipcclConfig = DEFAULT,
-    role: str = "dp",
-    uncompressed_call: Callable[[], Any] | None = None,
-    lossy: LossyCodec | None = None,
+    **options: Unpack[Options],
 ) -> Any:
     """``torch.distributed.reduce_scatter_tensor``: the output of rank r is the sum of shard r of all inputs.
 
     The output may be the own shard of the input.
     """
-    if is_small(input, config):
-        call = uncompressed_call or (lambda: dist.reduce_scatter_tensor(output, input, op, group, async_op))
-        return pass_small("reduce_scatter_tensor", role, sent_to_peers(input.nbytes, group), call)
+    call = CallOptions(**options)
+    if is_small(input, call.config):
+        sent = sent_to_peers(input.nbytes, group)
+        return pass_small(
+            "reduce_scatter_tensor", call, sent, lambda: dist.reduce_scatter_tensor(output, input, op, group, async_op)
+        )
     ranks = group_size(group)
     wrong = output.numel() * ranks != input.numel()
     problem = f"input must have {ranks} times {output.numel()} elements of output, got {input.numel()}"
@@ -43,14 +40,11 @@ def reduce_scatter_tensor(
         [output],
         group,
         async_op,
-        config,
-        role,
+        *call,
         plain=lambda inputs, outputs, later: dist.reduce_scatter_tensor(outputs[0], inputs[0], op, group, later),
         numel=input.numel(),
         sent=input.numel() * (ranks - 1) / ranks,
-        uncompressed_call=uncompressed_call,
         problem=problem if wrong else "",
-        lossy=lossy,
         flat=True,
         reduce_op=op,
     )
@@ -63,11 +57,7 @@ def reduce_scatter(
     op: Any = dist.ReduceOp.SUM,
     group: dist.ProcessGroup | None = None,
     async_op: bool = False,
-    *,
-    config: ZipcclConfig = DEFAULT,
-    role: str = "dp",
-    uncompressed_call: Callable[[], Any] | None = None,
-    lossy: LossyCodec | None = None,
+    **options: Unpack[Options],
 ) -> Any:
     """``torch.distributed.reduce_scatter``: the output of rank r is the sum of ``input_list[r]`` of all ranks. Sizes may differ."""
     ranks, rank = group_size(group), dist.get_rank(group)
@@ -80,14 +70,11 @@ def reduce_scatter(
         [output],
         group,
         async_op,
-        config,
-        role,
+        *CallOptions(**options),
         plain=lambda inputs, outputs, later: dist.reduce_scatter(outputs[0], list(inputs), op, group, later),
         numel=sum(sizes),
         sent=sum(sizes) * (ranks - 1) / ranks,
-        uncompressed_call=uncompressed_call,
         problem=problem if wrong else "",
-        lossy=lossy,
         reduce_op=op,
     )
     return run(request)

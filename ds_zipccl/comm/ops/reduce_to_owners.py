@@ -7,19 +7,18 @@ sends 2 (n-1)/n of the bucket from each rank; the owners need half of these byte
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from typing_extensions import Unpack
 
 from ds_zipccl.comm.decision import decide
 from ds_zipccl.comm.execution import execute, pass_small, sent_to_peers
 from ds_zipccl.comm.group_state import group_size, group_streams, is_member
-from ds_zipccl.comm.request import Owned, Request, is_small, memory_order
+from ds_zipccl.comm.request import CallOptions, Options, Owned, Request, is_small, memory_order
 from ds_zipccl.comm.work import JoinedWork
-from ds_zipccl.config import DEFAULT, ZipcclConfig
-from ds_zipccl.lossy import LossyCodec
 
 NAME = "reduce_to_owners"
 
@@ -32,11 +31,7 @@ def reduce_to_owners(
     owners: Owners,
     op: Any = dist.ReduceOp.SUM,
     group: dist.ProcessGroup | None = None,
-    *,
-    config: ZipcclConfig = DEFAULT,
-    role: str = "dp",
-    uncompressed_call: Callable[[], Any] | None = None,
-    lossy: LossyCodec | None = None,
+    **options: Unpack[Options],
 ) -> None:
     """``torch.distributed.all_reduce`` in place, in which every rank needs only the slices that it owns. Blocks.
 
@@ -59,9 +54,9 @@ def reduce_to_owners(
         return
     ranks, rank = group_size(group), dist.get_rank(group)
     spans = spans_of(tensor, owners, ranks)
-    if is_small(tensor, config):
-        call = uncompressed_call or (lambda: dist.all_reduce(tensor, op, group))
-        pass_small(NAME, role, 2 * sent_to_peers(tensor.nbytes, group), call)
+    call = CallOptions(**options)
+    if is_small(tensor, call.config):
+        pass_small(NAME, call, 2 * sent_to_peers(tensor.nbytes, group), lambda: dist.all_reduce(tensor, op, group))
         return
     own, disjoint = spans[rank], _disjoint(spans)
 
@@ -78,15 +73,12 @@ def reduce_to_owners(
         _parts(tensor, own),
         group,
         False,
-        config,
-        role,
+        *call,
         plain=plain,
         numel=tensor.numel(),
         sent=2 * tensor.numel() * (ranks - 1) / ranks,
-        uncompressed_call=uncompressed_call,
         memory_order=True,
         sends_less=True,
-        lossy=lossy,
         reduce_op=op,
         owned=Owned(spans, disjoint),
     )

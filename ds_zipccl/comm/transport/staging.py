@@ -127,11 +127,14 @@ class HostStaging:
         if spec.frame_id == CodecId.RAW:
             return self._compress_raw(flats, buffers)
         route = _frame_kernels(self._device.type, self._route)
+        bounds = [codecs.compress_bound(flat.numel(), flat.dtype, codec, block=block) for flat in flats]
         if route is None:
-            return [_compress_on_host(flat.cpu(), codec, block, buffers) for flat in flats]
+            return [
+                codecs.compress(flat.cpu(), codec, out=buffers.take(bound), block=block, shaped=False, checksum=False)
+                for flat, bound in zip(flats, bounds, strict=True)
+            ]
         for flat in flats:
             exponent.check_size(flat, block)
-        bounds = [codecs.compress_bound(flat.numel(), flat.dtype, codec, block=block) for flat in flats]
         stride = pad16(max(bounds))
         rows = tensors.empty(len(flats) * stride, torch.uint8, self._device).view(-1, stride)
         slots = [row[:bound] for row, bound in zip(rows, bounds, strict=True)]
@@ -207,17 +210,6 @@ class HostStaging:
         """Queue the copy of all new status words, for :func:`_raise_refusals` after the next wait."""
         unread, self._unread = self._unread, []
         return [(_fetch(words[: len(refusals)]), refusals) for words, refusals in unread]
-
-
-def staging(device: torch.device, route: str, host_only: bool) -> HostStaging | None:
-    """Return the staging of an operation, None where the transport takes the memory of the device. ``host_only``: the transport takes
-    host memory only."""
-    return HostStaging(device, route) if host_only and device.type in STAGED else None
-
-
-def _compress_on_host(flat: torch.Tensor, codec: str, block: int, buffers: PooledBuffers) -> torch.Tensor:
-    out = buffers.take(codecs.compress_bound(flat.numel(), flat.dtype, codec, block=block))
-    return codecs.compress(flat, codec, out=out, block=block, shaped=False, checksum=False)
 
 
 def _raise_refusals(read: Sequence[_Statuses]) -> None:

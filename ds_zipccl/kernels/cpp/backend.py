@@ -385,8 +385,7 @@ def _literals(words: torch.Tensor, width: int, head: int, rows: torch.Tensor) ->
 
 
 def _scaling(codec: ScaledCodec) -> Scaling:
-    bits = codec.bits if isinstance(codec, Int) else 8
-    return Scaling(isinstance(codec, Int), bits, codec.group.bit_length() - 1, codec.hadamard)
+    return Scaling(isinstance(codec, Int), codec.bits, codec.group.bit_length() - 1, codec.hadamard)
 
 
 def _columns(q: torch.Tensor) -> torch.Tensor:

@@ -21,7 +21,7 @@ from ds_zipccl.kernels.cuda.jobs import DTYPES, SUMMED, TRIMMED, GatherTable, Pa
 from ds_zipccl.kernels.cuda.launchers import Launcher
 from ds_zipccl.kernels.cuda.launches import Launch, Launches, observed
 from ds_zipccl.kernels.cuda.status import NO_FAILURE, Failure, failure_of, new_status, raise_failure
-from ds_zipccl.kernels.protocol import ScaledCodec
+from ds_zipccl.kernels.protocol import ScaledCodec, group_bytes, scale_dtype
 from ds_zipccl.kernels.sums import add
 
 __all__ = [
@@ -565,11 +565,11 @@ class CudaBackend:
         self, words: torch.Tensor, codec: ScaledCodec, scales: torch.Tensor, codes: torch.Tensor
     ) -> int | None:
         device, job = self._launches.device(words), jobs.scaled_job(words, codec)
-        groups, size = scales.numel(), jobs.group_bytes(codec)
+        groups, size = scales.numel(), group_bytes(codec)
         jobs.as_many_groups(groups, words.numel(), codec)
         arguments.as_many("bytes of codes", codes.numel(), "groups", groups, size)
         (job.words,) = arguments.addresses([words], "words", words.dtype, device)
-        (job.scales,) = arguments.addresses([scales], "scales", jobs.scale_dtype(codec), device)
+        (job.scales,) = arguments.addresses([scales], "scales", scale_dtype(codec), device)
         arguments.addresses([codes], "codes", torch.uint8, device)
         all_codes = codes if codes.data_ptr() % _ALIGNED == 0 else tensors.empty(codes.numel(), torch.uint8, device)
         stays = tensors.filled(1, 0, torch.int64, device)
@@ -592,9 +592,9 @@ class CudaBackend:
         groups = scales.numel()
         jobs.as_many_groups(groups, words.numel(), codec)
         coded = int(torch.count_nonzero(scales))
-        arguments.as_many("bytes of codes", codes.numel(), "groups with codes", coded, jobs.group_bytes(codec))
+        arguments.as_many("bytes of codes", codes.numel(), "groups with codes", coded, group_bytes(codec))
         (job.out,) = arguments.addresses([words], "output", words.dtype, device)
-        (job.scales,) = arguments.addresses([scales], "scales", jobs.scale_dtype(codec), device)
+        (job.scales,) = arguments.addresses([scales], "scales", scale_dtype(codec), device)
         arguments.addresses([codes], "codes", torch.uint8, device)
         if codes.data_ptr() % _ALIGNED:
             codes = codes.clone()

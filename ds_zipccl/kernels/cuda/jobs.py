@@ -325,20 +325,10 @@ def listed_summands(job: SumJob, slots: Sequence[torch.Tensor], own_at: int | No
 
 def scaled_job(words: torch.Tensor, codec: ScaledCodec) -> ScaledJob:
     arguments.choice("scaled payloads of", words.dtype, SUMMED)
-    bits = codec.bits if isinstance(codec, Int) else 8
     log2 = codec.group.bit_length() - 1
     return ScaledJob(
-        numel=words.numel(), integers=isinstance(codec, Int), bits=bits, log2=log2, hadamard=codec.hadamard
+        numel=words.numel(), integers=isinstance(codec, Int), bits=codec.bits, log2=log2, hadamard=codec.hadamard
     )
-
-
-def scale_dtype(codec: ScaledCodec) -> torch.dtype:
-    return torch.int16 if isinstance(codec, Int) else torch.uint8
-
-
-def group_bytes(codec: ScaledCodec) -> int:
-    """Bytes of the codes of a group."""
-    return codec.group * codec.bits // 8 if isinstance(codec, Int) else codec.group
 
 
 def as_many_groups(scales: int, numel: int, codec: ScaledCodec) -> None:

@@ -13,14 +13,12 @@ from __future__ import annotations
 
 import struct
 import time
-from collections import deque
 from collections.abc import Sequence
 from datetime import timedelta
 from enum import IntEnum
 from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 
 from ds_zipccl import codecs
 from ds_zipccl.codecs import known
@@ -32,7 +30,7 @@ from ds_zipccl.comm.host.p2p import choice
 from ds_zipccl.comm.host.p2p import known as p2p_known
 from ds_zipccl.comm.host.p2p.choice import Way
 from ds_zipccl.comm.host.p2p.known import Receipt, SentChannel
-from ds_zipccl.comm.host.pipeline import run_pipeline
+from ds_zipccl.comm.host.pipeline import Exchange, run_pipeline, wait
 from ds_zipccl.comm.lossy.factors import Factored
 from ds_zipccl.comm.transport.protocol import BODY_TAGS, TagRange
 from ds_zipccl.frame import DTYPE_IDS
@@ -105,17 +103,6 @@ def fragment_numel(ctx: OpContext, numel: int, itemsize: int) -> int:
     return wire.fragment_numel(numel, itemsize, 2, ctx.config.staging_mib << 20)
 
 
-class _Posted(NamedTuple):
-    handle: dist.Work
-    buffers: PooledBuffers
-
-
-class _Expected(NamedTuple):
-    handle: dist.Work
-    buffer: torch.Tensor
-    buffers: PooledBuffers
-
-
 class Outgoing:
     """A tensor that goes to rank ``peer`` of the group. ``flat``: flat and contiguous, on the context's device. The context's first tag is
     that of the message.
@@ -139,12 +126,12 @@ class Outgoing:
         self._coder = FrameCoder(ctx, way.raw)
         self._factored = None if way.raw or ctx.codec == "raw" else factored
         self._piece = fragment_numel(ctx, flat.numel(), flat.element_size())
-        self._posted: deque[_Posted] = deque()
+        self._first = Exchange(ctx, 0, self._coder)
+        self._body: Exchange | None = None
 
     def post(self, channel: SentChannel | None) -> None:
         """Post all parts of the message. ``channel``: that of a tensor that both sides remember."""
         flat = self._flat
-        self._ctx.count(flat.nbytes, 0)
         if channel is None:
             self._post_rest(self._post_first())
             return
@@ -153,7 +140,7 @@ class Outgoing:
             if channel.hashes.get(kind) == digest:
                 rest = None
                 buffer = (buffers := PooledBuffers()).take(known.FRAME_BYTES)
-                self._post(codecs.known_frame(*kind, digest, buffer), self._ctx.tag(0), buffers)
+                self._first.post(codecs.known_frame(*kind, digest, buffer), flat.nbytes, [self._peer], buffers)
             else:
                 rest = self._post_first()
             channel.hashes.put(kind, digest, p2p_known.limit(self._ctx.config))
@@ -163,14 +150,14 @@ class Outgoing:
         """Post the part on the caller's tag. Return the announcement of a body that is to follow, None without one."""
         flat, ctx, trial = self._flat, self._ctx, self._way.trial
         if flat.numel() <= self._piece and trial is None:
-            self._send(flat, ctx.tag(0))
+            self._send(flat, self._first)
             return None
         number = ctx.state.next_body()
         announcement = Announcement(self._body_kind(), flat.dtype, flat.numel(), number, trial is not None)
         if trial is not None:
             trial.expect(ctx.transport, self._peer, number, self._way.raw)
         buffer = (buffers := PooledBuffers()).take(ANNOUNCEMENT_BYTES)
-        self._post(announcement.pack(buffer), ctx.tag(0), buffers)
+        self._first.post(announcement.pack(buffer), 0, [self._peer], buffers)
         return announcement
 
     def _body_kind(self) -> Body:
@@ -184,18 +171,20 @@ class Outgoing:
     def _post_rest(self, announcement: Announcement | None) -> None:
         if announcement is None:
             return
+        self._body = body = Exchange(self._ctx, 0, self._coder, tag=announcement.tag)
         if announcement.body == Body.BYTES:
             buffers, content = PooledBuffers(), self._flat.view(torch.uint8)
             if not self._bounded:
                 content = buffers.take(content.nbytes).copy_(content)
-            self._post(content, announcement.tag, buffers)
+            body.post(content, content.nbytes, [self._peer], buffers)
             return
-        for fragment in self._flat.split(self._flat.numel() if announcement.body == Body.FRAME else self._piece):
-            while self._bounded and len(self._posted) > 2 * wire.PIPELINE_DEPTH:
-                self._retire(None)
-            self._send(fragment, announcement.tag)
+        piece = self._flat.numel() if announcement.body == Body.FRAME else self._piece
+        for fragment in self._flat.split(piece) if self._flat.numel() else ():  # an exchange has no empty frames
+            if self._bounded:
+                body.next_step()
+            self._send(fragment, body)
 
-    def _send(self, flat: torch.Tensor, tag: int) -> None:
+    def _send(self, flat: torch.Tensor, exchange: Exchange) -> None:
         buffers, frame = PooledBuffers(), None
         if self._factored is not None:
             with ranges.inside(ranges.ENCODE):
@@ -203,21 +192,14 @@ class Outgoing:
         elif flat.dtype == torch.bool and self._ctx.staging is None:
             with ranges.inside(ranges.ENCODE):
                 frame = codecs.bits_frame(flat, buffers.take(known.bits_frame_bytes(flat.numel())))
-        self._post(self._coder.compress(flat, buffers) if frame is None else frame, tag, buffers)
-
-    def _post(self, part: torch.Tensor, tag: int, buffers: PooledBuffers) -> None:
-        self._posted.append(_Posted(self._ctx.transport.post_send(part, self._peer, tag), buffers))
-        self._ctx.count(0, part.nbytes)
-
-    def _retire(self, timeout: timedelta | None) -> None:
-        """Block until the oldest part is sent, and take its memory back."""
-        wait(self._posted[0].handle, timeout)
-        self._posted.popleft().buffers.release()
+        frame = self._coder.compress(flat, buffers) if frame is None else frame
+        exchange.post(frame, flat.nbytes, [self._peer], buffers)
 
     def wait(self, timeout: timedelta | None) -> None:
         """Block until all parts are sent. ``timeout`` is that of each part."""
-        while self._posted:
-            self._retire(timeout)
+        self._first.flush(timeout)
+        if self._body is not None:
+            self._body.flush(timeout)
 
 
 class Incoming:
@@ -236,7 +218,7 @@ class Incoming:
         )
         self._handle = ctx.transport.post_recv(self._part, peer, ctx.tag(0))
         #: An attribute: gloo may still write to the buffers of a body that has failed.
-        self._body: deque[_Expected] = deque()
+        self._body: object = None
 
     @property
     def may_have_body(self) -> bool:
@@ -294,31 +276,19 @@ class Incoming:
             self._take_frames(announcement.tag, source, out.split(piece))
 
     def _take_frames(self, tag: int, source: int, fragments: Sequence[torch.Tensor]) -> None:
-        def post(step: int) -> None:
-            buffer = self._coder.recv_buffer(fragments[step].numel(), self._dtype, buffers := PooledBuffers())
-            self._post(buffer, source, tag, buffers)
+        self._body = body = Exchange(self._ctx, 0, self._coder, tag=tag)
 
         def take(step: int) -> None:
-            wait(self._body[0].handle, None)
-            self._coder.decompress(self._body[0].buffer, source, fragments[step])
-            self._body.popleft().buffers.release()
+            body.recv(source, fragments[step])
 
-        run_pipeline(len(fragments), post, take)
+        run_pipeline(len(fragments), lambda step: body.post_recv(source, fragments[step]), take)
 
     def _take_bytes(self, tag: int, source: int, out: torch.Tensor) -> None:
         buffers = PooledBuffers()
         buffer = out if self._ctx.staging is None else buffers.take_pinned(out.numel())
-        self._post(buffer, source, tag, buffers)
-        wait(self._body[0].handle, None)
+        handle = self._ctx.transport.post_recv(buffer, source, tag)
+        self._body = handle, buffer
+        wait(handle, None)
         if buffer is not out:
             out.copy_(buffer)
-        self._body.popleft().buffers.release()
-
-    def _post(self, buffer: torch.Tensor, source: int, tag: int, buffers: PooledBuffers) -> None:
-        self._body.append(_Expected(self._ctx.transport.post_recv(buffer, source, tag), buffer, buffers))
-
-
-def wait(handle: dist.Work, timeout: timedelta | None) -> None:
-    """Wait for a handle of the transport; the group's own timeout counts where ``timeout`` is None."""
-    with ranges.inside(ranges.WIRE):
-        handle.wait() if timeout is None else handle.wait(timeout)
+        buffers.release()

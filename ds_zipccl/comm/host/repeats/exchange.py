@@ -32,9 +32,9 @@ class RepeatedSegments:
         self._known: defaultdict[int, deque[bytes]] = defaultdict(deque)
         self._arriving: dict[int, _Arriving] = {}
 
-    def announce(self, fragments: Sequence[torch.Tensor], peers: Sequence[int]) -> None:
+    def announce(self, fragments: Sequence[torch.Tensor], peers: Sequence[int]) -> bool:
         """Begin the next segment for each of ``peers``, which has ``fragments``: keep their hashes, or find out whether the segment goes
-        as hashes."""
+        as hashes. Return whether all segments do."""
         nbytes = sum(fragment.nbytes for fragment in fragments)
         digests: list[bytes] = []
         for peer in peers:
@@ -48,10 +48,7 @@ class RepeatedSegments:
                     slot.kept.add(digest, fragment.nbytes)
             elif self._repeats.repeats(peer, nbytes, digests):
                 self._known[peer].extend(digests)
-
-    def goes_as_hashes(self, peer: int) -> bool:
-        """Return whether the segment for ``peer`` that was announced last goes as hashes."""
-        return bool(self._known[peer])
+        return all(self._known[peer] for peer in peers)
 
     def next_hash(self, peer: int) -> bytes | None:
         """Return the hash that goes to ``peer`` in place of the next fragment; None where the fragment goes in full."""

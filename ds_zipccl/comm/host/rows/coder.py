@@ -1,0 +1,196 @@
+"""The frames of messages in rows: repeated and scaled rows of the segments that an operation sends are left out. Which segments are
+searched, and the maps that are remembered."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+import torch
+
+from ds_zipccl import kernels, tensors
+from ds_zipccl.codecs import RowSegment, compress_bound
+from ds_zipccl.comm.buffer_pool import PooledBuffers
+from ds_zipccl.comm.context import OpContext
+from ds_zipccl.comm.host.frames import FrameCoder
+from ds_zipccl.comm.host.rows.memory import MapKey, RowMemory, RowPairs
+from ds_zipccl.frame import DELTA_WORDS
+from ds_zipccl.kernels import row_moves
+from ds_zipccl.policy import row_rules, wire
+from ds_zipccl.telemetry import ranges
+
+
+def coder_of(ctx: OpContext, width: int, kind: str, exact: bool) -> FrameCoder:
+    """Return the coder of an all-to-all: one of rows where senders may choose frames by rows, equally on all ranks but for the width.
+    Blocks in the first operations of a group, see :meth:`ds_zipccl.comm.context.OpContext.has_row_kernels`."""
+    rows = row_rules.may_have_rows(ctx.config, ctx.op, ctx.role, ctx.codec)
+    if not rows or (ctx.staging is None and not ctx.has_row_kernels()):
+        return FrameCoder(ctx, exact=exact)
+    return RowCoder(ctx, width if ctx.staging is None else 0, kind, exact)
+
+
+class RowCoder(FrameCoder):
+    """The frames of one operation whose tensors have rows of ``width`` elements, 0 where this rank's have none. ``kind``: of the request.
+
+    All segments are searched at once, and one search counts for all: a peer whose rows do not repeat switches off no other. Searches take
+    12 to 20 bytes of memory for each row, until :meth:`end`, and at most ``staging_mib`` in all. With a lossy codec no row is a scaled one.
+    A codec that does not round every word by itself adds a copy of the segments with the values that travel.
+    """
+
+    def __init__(self, ctx: OpContext, width: int, kind: str, exact: bool) -> None:
+        super().__init__(ctx, exact=exact, block=row_rules.block(ctx.config.block, width, kind))
+        self._least_block = row_rules.LEAST_BLOCK
+        self._width, self._kind, self._memory = width, kind, ctx.state.of(RowMemory)
+        self._name = "lossy repeats" if self.lossy else "repeats"  # of the backoff
+        # literal rows of words that are each rounded by themselves are rounded frames; with other lossy codecs they are lossless ones
+        self._rounded = 0 if self._lossy is None else self._lossy.rounded
+        self._buffers = PooledBuffers()
+        self._segments: dict[int, RowSegment] = {}
+        self._at: dict[int, int] = {}  # by peer, the elements in front of its next frame
+        self._searched = self._found = False
+
+    @property
+    def refers(self) -> bool:
+        return True
+
+    def search(self, segments: Mapping[int, torch.Tensor]) -> None:
+        """Search CPU segments for rows that need not travel, see :meth:`.frames.FrameCoder.search`."""
+        with ranges.inside(ranges.ENCODE):
+            searched = {peer: words for peer, words in segments.items() if _is_worth_it(words, self._width)}
+            rows = [words.numel() // self._width for words in searched.values()]
+            if row_rules.search_fits(rows, self._ctx.config.staging_mib):
+                self._segments = self._search(searched, {} if self.lossy else self._fitting(searched))
+        self._at = dict.fromkeys(self._segments, 0)
+
+    def own_frame(self, peer: int, flat: torch.Tensor) -> tuple[torch.Tensor, PooledBuffers] | None:
+        """Return the row frame of ``flat``, see :meth:`.frames.FrameCoder.own_frame`."""
+        if peer not in self._segments:
+            return None
+        numel, dtype, begin = flat.numel(), flat.dtype, self._at[peer]
+        self._at[peer] = end = begin + numel
+        bound = compress_bound(numel, dtype, self._chosen, block=self._block)
+        if self._lossy is not None and self._rounded:
+            bound = max(bound, self._lossy.bound(numel, dtype))
+        buffers = PooledBuffers()
+        with ranges.inside(ranges.ENCODE):
+            frame = self._segments[peer].frame(begin, end, buffers.take(bound), self._chosen)
+        if frame is None:
+            buffers.release()
+            return None
+        # The search goes on, also where a lossy frame is smaller still: in a later message it may not be, and no lossy message is to be
+        # larger than a lossless one.
+        self._found = True
+        if self._lossy is not None and self._rounded:
+            self._lossy.note(flat)
+        if wire.compare_rows(flat.nbytes, self.lossy, self._rounded):
+            ordinary = self.compress(flat, others := PooledBuffers())
+            if ordinary.nbytes <= frame.nbytes:
+                buffers.release()
+                return ordinary, others
+            others.release()
+        return frame, buffers
+
+    def end(self) -> None:
+        """Give the memory of the searches back, and note whether a search has saved anything."""
+        if self._searched:
+            self._memory.backoff(self._name, self._kind).note(self._found)
+        self._segments.clear()
+        self._buffers.release()
+
+    def _search(
+        self, searched: Mapping[int, torch.Tensor], fitting: Mapping[int, torch.Tensor]
+    ) -> dict[int, RowSegment]:
+        """Return the segments that have repeated or scaled rows, and remember the maps of the repeated ones."""
+        backoff = self._memory.backoff(self._name, self._kind)
+        if not searched or (backoff.skips() and not fitting):
+            return {}
+        self._searched = True
+        found = {}
+        for peer, words in searched.items():
+            # rows must be equal only where frames carry equal values, which may depend on more than the row
+            compared = words
+            if self._lossy is not None and not self._rounded:
+                compared = self._lossy.carried(words, self._buffers)
+            segment = RowSegment(
+                compared, self._width, block=self._block, raw_below=wire.RAW_BELOW_BYTES, rounded=self._rounded,
+                route=self._route, scratch=self._buffers.empty,
+            )  # fmt: skip
+            repeats = segment.find()
+            if peer in fitting:
+                segment.scale_by(fitting[peer])
+            if repeats and not self.lossy:  # later lossy segments have no scaled rows
+                self._remember(peer, words, segment.sources)
+            if repeats or peer in fitting:
+                found[peer] = segment
+        return found
+
+    def _remember(self, peer: int, words: torch.Tensor, sources: torch.Tensor) -> None:
+        """Keep the map of a segment for later segments. ``sources``: for each row the first row that equals it."""
+        rows = torch.nonzero(sources != _numbers(len(sources))).view(-1)
+        by = sources[rows]
+        copies = torch.bincount(by, minlength=1)[by]  # repeats of each row's source
+        rows, by = rows[copies <= row_rules.COPIES], by[copies <= row_rules.COPIES]
+        if words.dtype in DELTA_WORDS and len(rows) * row_rules.WORTH_REMEMBERING >= len(sources):
+            self._memory.remember(self._key(peer, words), RowPairs(rows.int(), by))
+
+    def _key(self, peer: int, words: torch.Tensor) -> MapKey:
+        return MapKey(peer, words.numel(), self._width)
+
+    def _fitting(self, searched: Mapping[int, torch.Tensor]) -> dict[int, torch.Tensor]:
+        """Return for some peers the row that predicts each row, its own number where none does, from the newest map that fits."""
+        maps = {
+            peer: kept
+            for peer, words in searched.items()
+            if words.dtype in DELTA_WORDS and (kept := self._memory.newest(self._key(peer, words)))
+        }
+        backoff = self._memory.backoff("maps", self._kind)
+        if not maps or backoff.skips():
+            return {}
+        found = {}
+        for peer, kept in maps.items():
+            for number, pairs in kept:
+                if self._fits(searched[peer], pairs):
+                    found[peer] = self._predicted(searched[peer], pairs)
+                    self._memory.forget(number)
+                    break
+        backoff.note(bool(found))
+        return found
+
+    def _fits(self, words: torch.Tensor, pairs: RowPairs) -> bool:
+        """Return whether a map predicts most of some rows."""
+        every = max(1, len(pairs.rows) // row_rules.TRIAL_ROWS)  # so that a trial's rows spread over all
+        some = RowPairs(*(numbers[::every][: row_rules.TRIAL_ROWS].contiguous() for numbers in pairs))
+        return float(self._good(words, some).float().mean()) >= row_rules.GOOD_ROWS
+
+    def _predicted(self, words: torch.Tensor, pairs: RowPairs) -> torch.Tensor:
+        good = self._good(words, pairs)
+        predicted = _numbers(words.numel() // self._width)
+        predicted[pairs.rows[good].long()] = pairs.sources[good]
+        return predicted
+
+    def _good(self, words: torch.Tensor, pairs: RowPairs) -> torch.Tensor:
+        """Return for each pair whether its source, times the best factor, predicts most of a few words of its row."""
+        width, count = self._width, len(pairs.rows)
+        columns = row_moves.matrix(words, width)[:, :: max(1, width // row_rules.TRIAL_WORDS)]
+        chosen = columns.index_select(0, torch.cat([pairs.sources, pairs.rows]))
+        few, part = chosen.shape[1], chosen.view(words.dtype).view(-1)
+        kernel = kernels.row_route(self._route, "cpu")
+        numbers = _numbers(2 * count)
+        sources, rows = numbers[:count], numbers[count:]
+        factors = kernel.row_factors(part, few, rows, sources)
+        known = factors != 0
+        predictions = tensors.empty(count * few, words.dtype)
+        kernel.predict_rows(part, few, sources, torch.where(known, factors, 1.0), predictions)
+        missed = predictions.view(chosen.dtype).view(count, few).long() - chosen[count:].long()
+        near = (missed.abs() <= 1).float().mean(1) >= row_rules.GOOD_WORDS
+        return near & known
+
+
+def _is_worth_it(words: torch.Tensor, width: int) -> bool:
+    """Return whether a segment has rows of a size that pays, and more bytes than a raw frame takes anyway."""
+    wide = width * words.element_size() >= row_rules.LEAST_ROW_BYTES
+    return wide and words.numel() >= 2 * width and words.nbytes >= wire.RAW_BELOW_BYTES
+
+
+def _numbers(count: int) -> torch.Tensor:
+    return tensors.of_buffer(np.arange(count, dtype=np.int32)).view(torch.int32)
