@@ -55,8 +55,7 @@ class Tuner:
         self.decided: tuple[float, bool] | None = None
         self.trying = True  # the latest planned call belongs to a trial, or there is no choice yet
         self._trial = trial.CallTrial(len(candidates), exchanging)
-        soon, self._late = trial.DELAY_CALLS
-        self._soon = trial.EXCHANGE_DELAY if exchanging else soon
+        self._soon = trial.EXCHANGE_DELAY if exchanging else trial.DELAY_CALLS[0]
         self._calls = 0
         self._due = -1  # the last call that is timed
         self._tag = 0  # of the exchange of measurements
@@ -88,11 +87,7 @@ class Tuner:
                 self._tell(ctx)
         elif self._exchange is not None:
             synchronized = all(timer.synchronized for timer in self._slots)
-            if self._calls == self._due + self._late or (
-                self._calls == self._due + self._soon
-                and synchronized
-                and bool((self._exchange.all()[:, :, 1] == 1).all())
-            ):
+            if _arrived(self._exchange, self._calls - self._due, self._soon, synchronized):
                 told, self._exchange, self._slots = self._exchange.all(), None, []
                 self._trial.agree(agreed_seconds(told, self.nominal))
         self._calls += 1
@@ -193,10 +188,8 @@ class TunersBySize:
         return self._tuners[self._size]
 
     def _arrived(self, exchange: TimingExchange) -> bool:
-        """Return whether all ranks use the exchanged bytes from the next call on. Blocks if this rank may wait for its peers."""
-        if self._calls == self._due:
-            return self._blocking and bool((exchange.all()[:, 0, 1] == 1).all())
-        return self._calls == self._due + trial.DELAY_CALLS[1]
+        """Return whether all ranks use the exchanged bytes from the next call on."""
+        return _arrived(exchange, self._calls - self._due, 0, self._blocking)
 
 
 class CallTimer:
@@ -256,6 +249,12 @@ class TimingExchange(Told):
     def __init__(self, ctx: OpContext, triples: Sequence[tuple[float, float, float]], tag: int | None = None) -> None:
         mine = tensors.of_numbers(triples, torch.float64)
         super().__init__(ctx, mine, "the times that ranks measured", ctx.tag(0) if tag is None else tag)
+
+
+def _arrived(exchange: TimingExchange, calls: int, soon: int, waits: bool) -> bool:
+    """Return whether all ranks use what they have exchanged from the next call on, ``calls`` calls after the last one that it is about:
+    ``soon``, if every rank waits for its peers, otherwise late. Blocks if this rank ``waits`` for its peers."""
+    return calls == trial.DELAY_CALLS[1] or (calls == soon and waits and bool((exchange.all()[:, :, 1] == 1).all()))
 
 
 def agreed_seconds(measured: torch.Tensor, nominal: int) -> list[float]:

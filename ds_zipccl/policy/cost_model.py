@@ -476,22 +476,19 @@ def host_bases_gain(topology: Topology, profile: DeviceProfile) -> bool:
     return coded > GAINING * NOMINAL_BYTES / HOST_BUS
 
 
-def least_bytes(kind: str, topology: Topology, profile: DeviceProfile, *, waits: int = 1) -> float:
-    """Return the bytes from which on our schedule is predicted to gain; infinite where no size gains. ``waits``: as in
+def least_bytes(topology: Topology, profile: DeviceProfile, *, waits: int) -> float:
+    """Return the bytes from which on our gather is predicted to gain; infinite where no size gains. ``waits``: as in
     :func:`coded_seconds`."""
-    counts = (1,) if kind == ALL_TO_ALL else range(1, PIECES + 1)
-    sizes = (_break_even(kind, topology, profile, waits, pieces) for pieces in counts)
-    return min(max(size, PIECE_BYTES * pieces * (pieces > 1)) for size, pieces in zip(sizes, counts, strict=True))
 
+    def break_even(pieces: int) -> float:
+        fixed, coded = (
+            coded_seconds(GATHER, nbytes, topology, profile, waits=waits, pieces=pieces)
+            for nbytes in (0.0, NOMINAL_BYTES)
+        )
+        gained = (plain_seconds(GATHER, NOMINAL_BYTES, topology, profile) - (coded - fixed)) / NOMINAL_BYTES
+        return fixed / gained if gained > 0 else math.inf
 
-def _break_even(kind: str, topology: Topology, profile: DeviceProfile, waits: int, pieces: int) -> float:
-    def coded(nbytes: float) -> float:
-        return coded_seconds(kind, nbytes, topology, profile, waits=waits, pieces=pieces)
-
-    fixed = coded(0.0)
-    a_byte = (plain_seconds(kind, NOMINAL_BYTES, topology, profile) - (coded(NOMINAL_BYTES) - fixed)) / NOMINAL_BYTES
-    wanted = (AGREEMENTS_GAINED - 1) * profile.agreement if kind == ALL_TO_ALL else 0.0
-    return (fixed + wanted) / a_byte if a_byte > 0 else math.inf
+    return min(max(break_even(pieces), PIECE_BYTES * pieces * (pieces > 1)) for pieces in range(1, PIECES + 1))
 
 
 def exchange_gains(nbytes: float, coded: float, each: int, profile: DeviceProfile | None) -> bool:

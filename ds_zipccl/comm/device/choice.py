@@ -25,7 +25,7 @@ from ds_zipccl.config import ROLES, ConfigError, ZipcclConfig
 from ds_zipccl.ops import OPS
 from ds_zipccl.policy import cost_model, trial
 from ds_zipccl.policy.admission import PassReason
-from ds_zipccl.policy.cost_model import GATHER, DeviceProfile, Topology
+from ds_zipccl.policy.cost_model import DeviceProfile, Topology
 from ds_zipccl.telemetry import counters
 
 #: Steps of other engines after which these count, not the steps of the first engine (seed: that engine has ended).
@@ -130,7 +130,7 @@ def rule_of(topology: Topology, profile: DeviceProfile | None, one_queue: bool =
         return Rule(None, (0.0, 0.0))
     if not cost_model.moves_may_gain(topology, profile):
         return Rule(PassReason.NETWORK_IS_FASTER, (0.0, 0.0))
-    without, with_one = (cost_model.least_bytes(GATHER, topology, profile, waits=waits) for waits in (0, 1))
+    without, with_one = (cost_model.least_bytes(topology, profile, waits=waits) for waits in (0, 1))
     return Rule(None, (without, with_one), cost_model.host_bases_gain(topology, profile))
 
 
