@@ -65,7 +65,8 @@ class RepeatedSegments:
             CommError: also where the frame is the hash of a fragment that this rank does not keep.
         """
         arriving = self._segment(peer)
-        header = self._header(frame, peer)
+        with self._coder.refusing(peer):
+            header = open_frame(frame)[0]
         arriving.left -= out.nbytes
         if self._repeats.again and header.codec is CodecId.KNOWN:
             with self._coder.refusing(peer):
@@ -120,10 +121,6 @@ class RepeatedSegments:
         if arriving is None or not arriving.left:
             arriving = self._arriving[peer] = _Arriving(*self._repeats.begin(self._repeats.coming, self._index, peer))
         return arriving
-
-    def _header(self, frame: torch.Tensor, peer: int) -> Header:
-        with self._coder.refusing(peer):
-            return open_frame(frame)[0]
 
 
 def segments_of(leaving: Sequence[int], coming: Sequence[int], ctx: OpContext) -> Sequence[Places]:
