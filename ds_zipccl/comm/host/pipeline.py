@@ -119,7 +119,8 @@ class Exchange:
     """The frames of one tag. Frames of one pair of ranks arrive in the order of sending; empty tensors are not sent.
 
     ``coder``: makes and reads the frames; None: the operation's own. ``control``: the messages are not part of the tensors, and plain
-    collectives do not send them; they are raw and exact, and count as wire bytes only. ``tag``: None: that of exchange ``index``.
+    collectives do not send them; they are raw and exact, and count as wire bytes only. ``tag``: None: that of exchange ``index``; otherwise
+    that of a message by itself, which has a frame also where the tensor is empty.
     """
 
     def __init__(
@@ -133,6 +134,7 @@ class Exchange:
     ) -> None:
         self._ctx, self._control, self._tag = ctx, control, ctx.tag(index) if tag is None else tag
         self._coder = coder or FrameCoder(ctx, raw=control, exact=control)
+        self._takes_empty = tag is not None
         self._repeated = RepeatedSegments(ctx.repeats, index, self._coder) if ctx.repeats is not None else None
         self._sends: deque[list[_Posted]] = deque([[]])
         self._receives: defaultdict[int, deque[_Posted]] = defaultdict(deque)
@@ -145,7 +147,7 @@ class Exchange:
 
     def post_recv(self, peer: int, out: torch.Tensor) -> None:
         """Post the receive of the frame that :meth:`recv` will decompress into flat ``out``. Does not block, and does not write ``out``."""
-        if out.numel():
+        if out.numel() or self._takes_empty:
             buffer = self._coder.recv_buffer(out.numel(), out.dtype, buffers := PooledBuffers())
             with self._ctx.naming("receiving from", peer):
                 handle = self._ctx.transport.post_recv(buffer, peer, self._tag)
@@ -211,7 +213,7 @@ class Exchange:
     ) -> torch.Tensor:
         """Decompress the next frame of ``peer`` into flat ``out`` and return ``out``; blocks until the frame arrives. ``base``: the base of
         a frame that is a difference. ``earlier``: the received part of the segment, directly in front of ``out`` in memory."""
-        if out.numel():
+        if out.numel() or self._takes_empty:
             with self._arrived(peer) as posted:
                 if self._repeated is None:
                     self._coder.decompress(posted.frame, peer, out, base, earlier)

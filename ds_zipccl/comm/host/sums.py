@@ -138,28 +138,23 @@ class _Alike:
         self._exchange.add(taken, sums)
 
 
-def sum_alike(ctx: OpContext, whole: torch.Tensor, reduction: Reduction, chunk: int, index: int) -> bool:
+def sum_alike(ctx: OpContext, whole: torch.Tensor, reduction: Reduction) -> bool:
     """Write the sum of all ranks' tensors to flat ``whole`` if they are the same, and return whether they are; blocks.
 
     A rank cannot know by itself that its tensor is the same elsewhere. So each rank tells every other rank a hash of 16 bytes first. All
     ranks see the same hashes, so that all of them add by themselves or none does. The sum has the bits of the sum over messages.
-
-    Args:
-        chunk: size of the message's chunks, in elements.
-        index: the exchange of the hashes.
     """
     own = hashed(whole)
     answer = tensors.empty(HASH_BYTES, torch.uint8)
     alike = True
-    with open_exchange(ctx, index, control=True) as exchange:
+    with open_exchange(ctx, _HASHES, control=True) as exchange:
         for peer in ctx.peers:
             exchange.post_recv(peer, answer)
         exchange.send(own, *ctx.peers)
         for peer in ctx.peers:
             alike &= torch.equal(exchange.recv(peer, answer), own)
         if alike:
-            flushing = ctx.flushing_ranks()
-            at = 0
+            chunk, flushing, at = _ring_chunk(ctx, whole), ctx.flushing_ranks(), 0
             for part in Fragments(ctx, [whole])[0]:
                 buffers = PooledBuffers()
                 copy = buffers.empty(part.numel(), part.dtype, part.device).copy_(part)
@@ -174,12 +169,17 @@ def sum_alike(ctx: OpContext, whole: torch.Tensor, reduction: Reduction, chunk: 
 # ---- the collectives
 
 
+def _ring_chunk(ctx: OpContext, whole: torch.Tensor) -> int:
+    """Return the size of the chunks of an all-reduce of ``whole``, in elements."""
+    return ctx.transport.ring_chunk("all_reduce", whole.numel(), whole.element_size())
+
+
 def reduce_scatter_tensor(
     ctx: OpContext, request: Request, inputs: list[torch.Tensor], outputs: list[torch.Tensor]
 ) -> None:
     """The input consists of equal shards."""
     (whole,), (out,) = inputs, outputs
-    chunk = ctx.transport.ring_chunk("all_reduce", whole.numel(), whole.element_size())
+    chunk = _ring_chunk(ctx, whole)
     span = slice(ctx.rank * out.numel(), (ctx.rank + 1) * out.numel())
     reduce_scatter(ctx, whole.split([out.numel()] * ctx.size), out, request.reduction, span, chunk)
 
@@ -189,7 +189,7 @@ def reduce_scatter_list(
 ) -> None:
     """Each input is a message by itself, because gloo all-reduces each tensor of the list by itself."""
     (out,) = outputs
-    chunk = ctx.transport.ring_chunk("all_reduce", out.numel(), out.element_size())
+    chunk = _ring_chunk(ctx, out)
     reduce_scatter(ctx, inputs, out, request.reduction, slice(0, out.numel()), chunk)
 
 
@@ -203,19 +203,21 @@ def reduce(ctx: OpContext, request: Request, inputs: list[torch.Tensor], outputs
 
 def all_reduce(ctx: OpContext, request: Request, inputs: list[torch.Tensor], outputs: list[torch.Tensor]) -> None:
     """Where a tensor may be the same on all ranks, and is, only hashes travel."""
-    if request.kind and ctx.staging is None and not ctx.nodes and outputs[0].numel():
-        (whole,) = outputs
-        chunk = ctx.transport.ring_chunk("all_reduce", whole.numel(), whole.element_size())
-        if sum_alike(ctx, whole, request.reduction, chunk, _HASHES):
-            ctx.count(2 * whole.nbytes * (ctx.size - 1) // ctx.size, 0)  # as the plain collective sends
-            return
-    _sum_and_gather(ctx, request.reduction, outputs)
-
-
-def _sum_and_gather(ctx: OpContext, reduction: Reduction, outputs: list[torch.Tensor]) -> None:
-    """Each rank sums a shard of the tensors laid end to end, and gathers each fragment of the sum as soon as it is ready."""
     whole = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
-    chunk = ctx.transport.ring_chunk("all_reduce", whole.numel(), whole.element_size())
+    may_be_alike = request.kind and ctx.staging is None and not ctx.nodes and whole.numel()
+    if may_be_alike and sum_alike(ctx, whole, request.reduction):
+        ctx.count(2 * whole.nbytes * (ctx.size - 1) // ctx.size, 0)  # as the plain collective sends
+    else:
+        to_all(ctx, (), request.reduction, whole)
+    if len(outputs) > 1:
+        for flat, part in zip(outputs, whole.split([flat.numel() for flat in outputs]), strict=True):
+            flat.copy_(part)
+
+
+def to_all(ctx: OpContext, spans: Sequence[Sequence[slice]], reduction: Reduction, whole: torch.Tensor) -> None:
+    """Every rank sums a shard of ``whole``, and gathers each fragment of the sum as soon as it is ready: every rank gets the whole sum,
+    whatever ``spans`` are. In two levels this sends less between nodes where slices have several owners in a node."""
+    chunk = _ring_chunk(ctx, whole)
     slices = cut(whole.numel(), chunk, ctx.size)
     shards = Fragments(ctx, [whole[part] for part in slices], exchanges=2)
     places = [Fragments(ctx, [whole[part]], exchanges=2) for part in slices]
@@ -232,9 +234,6 @@ def _sum_and_gather(ctx: OpContext, reduction: Reduction, outputs: list[torch.Te
 
         run_pipeline(shards.steps, *adder.stages, add, *gathering.stages)
     adder.finish(whole)
-    if len(outputs) > 1:
-        for flat, part in zip(outputs, whole.split([flat.numel() for flat in outputs]), strict=True):
-            flat.copy_(part)
 
 
 def reduce_to_owners(ctx: OpContext, request: Request, inputs: list[torch.Tensor], outputs: list[torch.Tensor]) -> None:
@@ -262,7 +261,7 @@ def owners_schedule(
 
 def straight(ctx: OpContext, spans: Sequence[Sequence[slice]], reduction: Reduction, whole: torch.Tensor) -> None:
     """Every contribution goes to the owners, and the owners sum. ``spans[r]``: the slices that rank r owns."""
-    own, chunk = spans[ctx.rank], ctx.transport.ring_chunk("all_reduce", whole.numel(), whole.element_size())
+    own, chunk = spans[ctx.rank], _ring_chunk(ctx, whole)
     of_peers = [span for rank, owned in enumerate(spans) if rank != ctx.rank for span in owned]
     # this rank writes its own slices while their other owners may still wait for its contributions
     source = whole.clone() if any(common(own, span) for span in of_peers) else whole
@@ -282,7 +281,7 @@ def straight(ctx: OpContext, spans: Sequence[Sequence[slice]], reduction: Reduct
 
 def by_shards(ctx: OpContext, spans: Sequence[Sequence[slice]], reduction: Reduction, whole: torch.Tensor) -> None:
     """Every rank sums a shard of the same size, as in an all-reduce, and sends the sums to their owners only."""
-    chunk = ctx.transport.ring_chunk("all_reduce", whole.numel(), whole.element_size())
+    chunk = _ring_chunk(ctx, whole)
     slices = cut(whole.numel(), chunk, ctx.size)
     shards = Fragments(ctx, [whole[part] for part in slices], exchanges=2)
     with (
@@ -318,8 +317,3 @@ def by_shards(ctx: OpContext, spans: Sequence[Sequence[slice]], reduction: Reduc
         run_pipeline(shards.steps, *adder.stages, add, take)
     for span in spans[ctx.rank]:
         adder.finish(whole[span])
-
-
-def to_all(ctx: OpContext, spans: Sequence[Sequence[slice]], reduction: Reduction, whole: torch.Tensor) -> None:
-    """Every rank gets the whole sum. In two levels this sends less between nodes where slices have several owners in a node."""
-    _sum_and_gather(ctx, reduction, [whole])

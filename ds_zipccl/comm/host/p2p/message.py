@@ -179,7 +179,7 @@ class Outgoing:
             body.post(content, content.nbytes, [self._peer], buffers)
             return
         piece = self._flat.numel() if announcement.body == Body.FRAME else self._piece
-        for fragment in self._flat.split(piece) if self._flat.numel() else ():  # an exchange has no empty frames
+        for fragment in self._flat.split(piece):
             if self._bounded:
                 body.next_step()
             self._send(fragment, body)

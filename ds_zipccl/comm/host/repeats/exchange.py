@@ -65,11 +65,12 @@ class RepeatedSegments:
             CommError: also where the frame is the hash of a fragment that this rank does not keep.
         """
         arriving = self._segment(peer)
-        header = self._header(frame, peer)
+        with self._coder.refusing(peer):
+            header = open_frame(frame)[0]
         arriving.left -= out.nbytes
         if self._repeats.again and header.codec is CodecId.KNOWN:
             with self._coder.refusing(peer):
-                self._decompress_kept(frame, header, arriving, peer, out, earlier)
+                self._decompress_kept(frame, header, peer, out, earlier)
             if not arriving.left and arriving.digests:
                 self._repeats.taken(peer, arriving.nbytes, arriving.digests)
             return out
@@ -87,14 +88,9 @@ class RepeatedSegments:
         buffers.release()
 
     def _decompress_kept(
-        self,
-        frame: torch.Tensor,
-        header: Header,
-        arriving: _Arriving,
-        peer: int,
-        out: torch.Tensor,
-        earlier: torch.Tensor | None,
+        self, frame: torch.Tensor, header: Header, peer: int, out: torch.Tensor, earlier: torch.Tensor | None
     ) -> None:
+        arriving = self._arriving[peer]
         if (header.dtype, header.numel) != (out.dtype, out.numel()):
             raise FrameError(
                 FrameErrorCode.MISMATCH,
@@ -121,10 +117,6 @@ class RepeatedSegments:
             arriving = self._arriving[peer] = _Arriving(*self._repeats.begin(self._repeats.coming, self._index, peer))
         return arriving
 
-    def _header(self, frame: torch.Tensor, peer: int) -> Header:
-        with self._coder.refusing(peer):
-            return open_frame(frame)[0]
-
 
 def segments_of(leaving: Sequence[int], coming: Sequence[int], ctx: OpContext) -> Sequence[Places]:
     """Return the places of an exchange of one segment from each rank to each other one; sizes in elements."""
@@ -136,7 +128,10 @@ def segments_of(leaving: Sequence[int], coming: Sequence[int], ctx: OpContext) -
 def summed_shards(ctx: OpContext, numels: Sequence[int], itemsize: int, exchanges: int = 1) -> Places:
     """Return the places of the contributions to sums of shards, ``numels[r]`` elements for rank r: each fragment is a segment.
     ``exchanges``: as for :class:`ds_zipccl.comm.host.pipeline.Fragments`."""
-    sizes = [_fragments(ctx, numel, itemsize, exchanges) for numel in numels]
+    sizes = []
+    for numel in numels:
+        each = ctx.fragment_numel(numel, itemsize, exchanges)
+        sizes.append([min(each, numel - at) for at in range(0, numel, each)])
     return Places({peer: sizes[peer] for peer in ctx.peers}, dict.fromkeys(ctx.peers, sizes[ctx.rank]))
 
 
@@ -144,9 +139,3 @@ def gathered_shards(ctx: OpContext, numels: Sequence[int], itemsize: int, exchan
     """Return the places of a gather of shards, ``numels[r]`` elements of rank r. As :func:`summed_shards`."""
     leaving, coming = summed_shards(ctx, numels, itemsize, exchanges)
     return Places(coming, leaving)
-
-
-def _fragments(ctx: OpContext, numel: int, itemsize: int, exchanges: int) -> list[int]:
-    """Return the elements of each fragment of a tensor."""
-    each = ctx.fragment_numel(numel, itemsize, exchanges)
-    return [min(each, numel - at) for at in range(0, numel, each)]
