@@ -29,20 +29,19 @@ BASE = "ds_zipccl_base"
 AUTO_PART, LEFT_PART = 4, 8
 
 
-def _gathered_dtype(param: Any, shard: torch.Tensor) -> torch.dtype:
-    """Return the dtype in which a shard is gathered. DeepSpeed's own function, if there is one, replaces this one: it knows autocast."""
-    return shard.dtype
+#: DeepSpeed's own function for :func:`gathered_dtype`, if there is one: it knows autocast.
+_dtype_of: Callable[[Any, torch.Tensor], torch.dtype] | None = None
 
 
 def gathered_dtype(param: Any) -> torch.dtype:
     """Return the dtype in which the parameter's shards are gathered."""
-    return _gathered_dtype(param, param.ds_tensor)
+    return param.ds_tensor.dtype if _dtype_of is None else _dtype_of(param, param.ds_tensor)
 
 
 def learn_dtype(module: ModuleType) -> None:
     """Take DeepSpeed's function for :func:`gathered_dtype` from ``deepspeed.runtime.zero.partition_parameters``."""
-    global _gathered_dtype
-    _gathered_dtype = hook_points.fitting("get_allgather_dtype", module) or _gathered_dtype
+    global _dtype_of
+    _dtype_of = hook_points.fitting("get_allgather_dtype", module) or _dtype_of
 
 
 def note_coalesced(param: Any) -> None:
@@ -92,7 +91,10 @@ def allocate_bases(
     auto, useless = config.zero3_base == "auto", _never_differs(config)
     groups: dict[dist.ProcessGroup, list[Any]] = {}
     for param in parameters:
-        if hasattr(param, "ds_id") and not param.ds_persist and not (auto and not _is_kept(param, trains)):
+        if not hasattr(param, "ds_id") or param.ds_persist:
+            continue
+        on_disk = getattr(param.ds_tensor, "final_location", None) == "nvme"  # whose users have no memory to spare
+        if not (auto and (on_disk or (trains and param.requires_grad))):
             groups.setdefault(param.ds_process_group, []).append(param)
     useful = {group: params for group, params in groups.items() if group_size(group) > 1}
     if auto and not useful:
@@ -140,11 +142,6 @@ def allocate_bases(
         return [], f"nothing for {len(wanted)} frozen parameters of {nbytes / 1e6:.1f} MB{why}"
     count = f"{len(wanted)}" if len(bases) == len(wanted) else f"{len(bases)} of {len(wanted)}"
     return bases, f"{_size(bases)}, for {count} frozen parameters{why}"
-
-
-def _is_kept(param: Any, trains: bool) -> bool:
-    """Return whether ``zero3_base`` auto keeps a parameter: a frozen one that is in memory. Users of NVMe have no memory to spare."""
-    return not (trains and param.requires_grad) and getattr(param.ds_tensor, "final_location", None) != "nvme"
 
 
 def _share(config: ZipcclConfig) -> int:
