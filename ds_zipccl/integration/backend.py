@@ -176,7 +176,7 @@ def gather_parameters(output: torch.Tensor, group: Any) -> dict[str, Any]:
     parts = versions.parts_of(params, output.dtype)
     if parts and not tensors.is_traced(type(output)):
         return {"parts": parts}
-    return {"base": gathers.base_of(params, output.dtype), "agreed": versions.agreed_of(params)}
+    return {"base": gathers.base_of(params, output.dtype), "agreed": gathers.agreed_of(params)}
 
 
 def slice_owners(job: Job, tensor: torch.Tensor, op: Any, group: Any, async_op: bool, *, role: str) -> Owners | None:

@@ -130,13 +130,8 @@ def _configure_zero(original: Callable[..., Any], engine: Any, *args: Any, **kwa
         return optimizer
     versions.begin(optimizer, engine.module.named_parameters(), config, engine.device)
     if config.zero3_base != "off" and not hook_points.lacking("bases"):
-        engine.ds_zipccl_bases, said = gathers.allocate_bases(
-            engine.module.parameters(),
-            config,
-            engine.device,
-            versions.agreed_of,
-            trains=type(optimizer).__name__ != _WITHOUT_STEPS,
-        )
+        params, trains = engine.module.parameters(), type(optimizer).__name__ != _WITHOUT_STEPS
+        engine.ds_zipccl_bases, said = gathers.allocate_bases(params, config, engine.device, trains=trains)
         if said and torch.distributed.get_rank() == 0:
             print(f"[ds_zipccl] zero3_base {config.zero3_base}: {said}", flush=True)
     return optimizer

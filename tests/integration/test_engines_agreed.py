@@ -28,7 +28,7 @@ from torch import nn
 
 from ds_zipccl.comm import CommError
 from ds_zipccl.comm.bases import proof
-from ds_zipccl.integration.zero import versions
+from ds_zipccl.integration.zero import gathers, versions
 from ds_zipccl.policy.admission import PassReason
 
 SECTION = {
@@ -68,7 +68,7 @@ def autocast(lab: Lab) -> None:
     """Shards of 32 bits, gathered in 16."""
     options = {"bf16": {"enabled": False}, "torch_autocast": {"enabled": True, "dtype": "bfloat16"}}
     engine = start(lab, **options)
-    assert all(one.dtype is torch.bfloat16 for one in versions.agreed_of([engine.module.head.weight]))
+    assert all(one.dtype is torch.bfloat16 for one in gathers.agreed_of([engine.module.head.weight]))
     lab.train_phase(engine, 3, "3 steps", {})
 
 

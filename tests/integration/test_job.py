@@ -168,7 +168,7 @@ def test_only_a_step_of_zero_1_and_2_gathers_in_place(monkeypatch: pytest.Monkey
     given: list[tuple[Any, Any]] = []
     monkeypatch.setattr(backend.gathers, "take_parameters", lambda *call: given.append(call) or ["weight"])
     monkeypatch.setattr(backend.gathers, "base_of", lambda params, dtype: f"base of {params} in {dtype}")
-    monkeypatch.setattr(backend.versions, "agreed_of", lambda params: f"sizes of {params}")
+    monkeypatch.setattr(backend.gathers, "agreed_of", lambda params: f"sizes of {params}")
     output = torch.empty(4)
     found = {}
     for stage in (0, 1, 2, 3):

@@ -116,11 +116,12 @@ def test_no_memory_where_nothing_is_sent_as_a_difference(monkeypatch: pytest.Mon
 
 def test_bases_in_the_order_of_streams_are_held_with_agreed_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
     memory, on = Memory(monkeypatch, backend="nccl"), replace(ON, nccl="on")
-    cuda, params = torch.device("cuda"), [parameter(0), parameter(1)]
-    agreed = [Agreed("first", 100), Agreed("second", 100)]
-    kept, said = gathers.allocate_bases(params, on, cuda, lambda params: agreed)
+    cuda, agreed = torch.device("cuda"), [Agreed("first", 100), Agreed("second", 100)]
+    params = [parameter(number, ds_zipccl_agreed=one) for number, one in enumerate(agreed)]
+    kept, said = gathers.allocate_bases(params, on, cuda)
     assert [one._base and one._base() for one in agreed] == kept and len(kept) == 2 and "no differences" not in said
-    kept, said = gathers.allocate_bases(params, on, cuda, lambda params: ())
+    del params[1].ds_zipccl_agreed
+    kept, said = gathers.allocate_bases(params, on, cuda)
     assert not kept and said.endswith("no differences on cuda over nccl: no sizes are agreed on with this optimizer")
     assert len(memory.asked) == 1
 
@@ -141,7 +142,6 @@ def automatic(
     limit: int = 1 << 30,
     trains: bool = True,
     device: torch.device = CPU,
-    agreed_of: Any = lambda params: (),
     fitting: Any = None,
     **memory: Any,
 ) -> tuple[list[tuple[Any, ...]], list[Any], str]:
@@ -160,7 +160,7 @@ def automatic(
     monkeypatch.setattr(gathers, "group_nodes", lambda group: [[0, 1]])
     monkeypatch.setattr(gathers, "resolve_group", lambda group: DATA)
     monkeypatch.setattr(gathers.dist, "get_rank", lambda: 0)
-    kept, said = gathers.allocate_bases(params, config, device, agreed_of, trains=trains)
+    kept, said = gathers.allocate_bases(params, config, device, trains=trains)
     return made.asked, [param for param in params if gathers.slot_of(param) in kept], said
 
 
@@ -206,21 +206,22 @@ def test_an_allocation_that_fails_is_no_error(monkeypatch: pytest.MonkeyPatch) -
 def test_nothing_by_itself_where_gathers_pass(monkeypatch: pytest.MonkeyPatch) -> None:
     """On NCCL groups whose gathers pass as long as the job runs, unless the mode is always."""
     agreed, reasons = [Agreed("first", 100)], [PassReason.INSIDE_NODE, None]
-    more: dict[str, Any] = {"device": torch.device("cuda"), "backend": "nccl", "agreed_of": lambda params: agreed}
+    more: dict[str, Any] = {"device": torch.device("cuda"), "backend": "nccl"}
+    params = [frozen(0, ds_zipccl_agreed=agreed[0])]
     monkeypatch.setattr(gathers.comm_engine, "never_coded", lambda op, group, device: reasons.pop(0))
     gains = [True, False]
     monkeypatch.setattr(gathers.comm_engine, "host_bases_gain", lambda group, device: gains.pop(0))
     on = replace(AUTO, nccl="on")
-    asked, _, said = automatic(monkeypatch, [frozen(0)], on, **more)
+    asked, _, said = automatic(monkeypatch, params, on, **more)
     assert not asked and said.endswith("0.0 MB: gathers on cuda over nccl pass: inside one node")
-    asked, _, said = automatic(monkeypatch, [frozen(0)], on, **more)
+    asked, _, said = automatic(monkeypatch, params, on, **more)
     assert asked == [([SHARD], "host", DATA, "cuda")] and agreed[0]._base
-    asked, _, said = automatic(monkeypatch, [frozen(0)], replace(on, mode="always"), **more)
+    asked, _, said = automatic(monkeypatch, params, replace(on, mode="always"), **more)
     assert asked and not reasons
     reasons += [None]
-    asked, _, said = automatic(monkeypatch, [frozen(0)], on, **more)
+    asked, _, said = automatic(monkeypatch, params, on, **more)
     assert not asked and said.endswith("0.0 MB: the network is faster than host memory on cuda over nccl")
-    asked, _, said = automatic(monkeypatch, [frozen(0)], AUTO, **{**more, "agreed_of": lambda params: ()})
+    asked, _, said = automatic(monkeypatch, [frozen(0)], AUTO, **more)
     assert not asked and said.endswith("no differences on cuda over nccl: nccl is off")
 
 

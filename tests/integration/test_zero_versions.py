@@ -150,11 +150,11 @@ def test_all_parameters_whose_shards_are_at_hand_agree_at_once(ranks: Ranks) -> 
     named = [second, expert, *later.values(), first, *others[:2]]
     begin(DeepSpeedZeroOptimizer_Stage3(), *named)
     assert ranks.agreed == [(WORLD, ["p1", "p2"]), (EXPERTS, ["p0"])]
-    assert [zero_versions.agreed_of([one])[0].name for one in later.values()] == ["p10", "p11", "p13"]
-    assert all(zero_versions.agreed_of([one]) == () for one in others)
-    assert zero_versions.agreed_of([first, others[0]]) == (), "all or none"
-    assert zero_versions.agreed_of([first])[0].dtype is torch.bfloat16
-    assert [one.numel for one in zero_versions.agreed_of([first, second])] == [8, 8]
+    assert [gathers.agreed_of([one])[0].name for one in later.values()] == ["p10", "p11", "p13"]
+    assert all(gathers.agreed_of([one]) == () for one in others)
+    assert gathers.agreed_of([first, others[0]]) == (), "all or none"
+    assert gathers.agreed_of([first])[0].dtype is torch.bfloat16
+    assert [one.numel for one in gathers.agreed_of([first, second])] == [8, 8]
 
 
 @pytest.mark.parametrize("kind", [DeepSpeedZeroOptimizer_Stage3, SuperOffloadOptimizer_Stage3])
@@ -210,7 +210,7 @@ def test_changes_end_versions(ranks: Ranks) -> None:
     assert ended(lambda: optimizer.load_state_dict("state", strict=False)) == [], "they have agreed anew"
     assert ranks.agreed[-1] == (WORLD, ["p1", "p2"])
     Init()._convert_to_deepspeed_param(first)
-    assert zero_versions.agreed_of([first]) == ()
+    assert gathers.agreed_of([first]) == ()
 
 
 def test_gathered_parameters_are_checked_before_a_program_reads_them(ranks: Ranks) -> None:
@@ -227,7 +227,7 @@ def test_nothing_happens(ranks: Ranks, why: str) -> None:
     one = param(1, PLAIN if why.startswith("no") else WORLD)
     optimizer = Background(one) if why == "in the background" else DeepSpeedZeroOptimizer_Stage3(one)
     begin(optimizer, one, config=replace(ON, nccl="off") if why == "off" else ON)
-    assert zero_versions.agreed_of([one]) == () and not ranks.agreed
+    assert gathers.agreed_of([one]) == () and not ranks.agreed
     one.ds_zipccl_agreed = SimpleNamespace(version=3, forget=lambda: pytest.fail("no version to end"))
     assert Background(one).step() == optimizer.step() == "stepped" and not ranks.checked
 

@@ -24,6 +24,8 @@ from ds_zipccl.policy import admission
 #: Attribute of a parameter: a weak reference to its base. DeepSpeed keeps parameters after their engine is gone, and a base is larger than
 #: the parameter's own memory.
 BASE = "ds_zipccl_base"
+#: Attribute of a parameter: its agreed sizes. DeepSpeed's parameters have attributes of their engine too.
+AGREED = "ds_zipccl_agreed"
 #: With ``zero3_base`` auto: the part of the available memory that bases take without a limit of the user (admission: the rest is for the
 #: program, which may grow), and the part that stays free whatever the limit is.
 AUTO_PART, LEFT_PART = 4, 8
@@ -69,17 +71,14 @@ def allocate_bases(
     parameters: Iterable[Any],
     config: ZipcclConfig,
     device: torch.device,
-    agreed_of: Callable[[Sequence[Any]], Sequence[Agreed]] = lambda params: (),
     *,
     trains: bool = True,
 ) -> tuple[list[BaseSlot], str]:
     """Allocate a base for each parameter that ZeRO-3 frees after use; with ``zero3_base`` auto for those of them that are frozen and fit,
-    in host memory: memory of the device would hold the whole model on every rank, which ZeRO-3 avoids. A collective of all groups of these
-    parameters; blocks.
+    in host memory: memory of the device would hold the whole model on every rank, which ZeRO-3 avoids. In groups in the order of streams
+    bases are held with the agreed sizes of the parameters. A collective of all groups of these parameters; blocks.
 
     Args:
-        agreed_of: returns the agreed sizes of parameters, or nothing if one of them has none. In groups in the order of streams bases are
-            held with the sizes.
         trains: the engine has an optimizer; otherwise all its parameters are frozen.
 
     Returns:
@@ -244,6 +243,12 @@ def is_secondary(device: torch.device, group: dist.ProcessGroup | None) -> bool:
         return False
     first = next(iter(wanted.values()))
     return first.ds_secondary_tensor is not None and first.ds_zero_param_process_group is group
+
+
+def agreed_of(params: Sequence[Any]) -> Sequence[Agreed]:
+    """Return the agreed sizes of the parameters of a gather, or nothing if one of them takes no part."""
+    found = [one for param in params if (one := getattr(param, AGREED, None)) is not None]
+    return found if len(found) == len(params) else ()
 
 
 def base_of(params: Sequence[Any], dtype: torch.dtype) -> comm.SharedBase | None:

@@ -33,8 +33,6 @@ from ds_zipccl.integration import hook_points
 from ds_zipccl.integration.zero import gathers
 from ds_zipccl.policy import admission
 
-#: Attribute of a parameter: its agreed sizes. DeepSpeed's parameters have attributes of their engine too.
-_AGREED = "ds_zipccl_agreed"
 #: Attribute of a parameter: the versions of its base, in a group that exchanges messages.
 _KEPT = "ds_zipccl_kept"
 #: Attribute of an optimizer, and of each of its parameters: the versions of all of them.
@@ -79,7 +77,9 @@ class Versions:
         for group, some in ordered:
             if group in streams:
                 for name, param in some:
-                    setattr(param, _AGREED, Agreed(name, param.ds_tensor.ds_numel, gathers.gathered_dtype(param)))
+                    setattr(
+                        param, gathers.AGREED, Agreed(name, param.ds_tensor.ds_numel, gathers.gathered_dtype(param))
+                    )
                 continue
             keeper = Keeper(group, config, copies=COPIES if steps else 1)
             self._keepers.append(keeper)
@@ -142,7 +142,7 @@ class Versions:
             keeper.steps = False  # until a training pass gathers
         for group, params in self._groups:
             ready = [param for param in params if self._ready(param)]
-            shards = [(getattr(param, _AGREED), param.ds_tensor.detach().view(-1)) for param in ready]
+            shards = [(getattr(param, gathers.AGREED), param.ds_tensor.detach().view(-1)) for param in ready]
             comm.agree_sizes(shards, group, config=self._config)
 
     def _ready(self, param: Any) -> bool:
@@ -224,14 +224,8 @@ def _offload(optimizer: Any) -> Any:
 
 
 def _drop(param: Any) -> None:
-    for name in (_AGREED, _KEPT, _VERSIONS, gathers.BASE):
+    for name in (gathers.AGREED, _KEPT, _VERSIONS, gathers.BASE):
         vars(param).pop(name, None)
-
-
-def agreed_of(params: Sequence[Any]) -> Sequence[Agreed]:
-    """Return the agreed sizes of the parameters of a gather, or nothing if one of them takes no part."""
-    found = [one for param in params if (one := getattr(param, _AGREED, None)) is not None]
-    return found if len(found) == len(params) else ()
 
 
 def parts_of(params: Sequence[Any], dtype: torch.dtype) -> Sequence[Part]:
@@ -254,7 +248,7 @@ def parts_of(params: Sequence[Any], dtype: torch.dtype) -> Sequence[Part]:
 def forget(params: Iterable[Any]) -> None:
     """End the versions of parameters. All ranks of their groups call."""
     for param in params:
-        for name in (_AGREED, _KEPT):
+        for name in (gathers.AGREED, _KEPT):
             one = getattr(param, name, None)
             if one is not None:
                 one.forget()
