@@ -47,8 +47,9 @@ def summed() -> Any:
 def test_a_hint_holds_for_one_call_in_its_block() -> None:
     assert summed() is None
     with hint(["tp"], ["all_reduce"], "forward"):
-        assert summed() == Round(3)
-        assert summed() is None
+        assert [summed(), summed()] == [Round(3), None]
+    with hint(["tp"], ["all_reduce"], "forward", lambda: (2, None)):
+        assert [summed() for _ in range(3)] == [Round(3), Round(3), None]
     with hint(["tp"], ["all_reduce"], "forward"):
         pass
     assert summed() is None, "a hint that was not used"
@@ -205,7 +206,6 @@ def test_missing_names_are_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hook_points, "_unfit", {})
     for module in (layers, engine):
         hook_points.adopt(module)  # without an error
-    assert hook_points.unwrapped("tp") == ["AsyncColumnParallel.backward"]
     assert lossy_calls.unhooked(section(tp=CODEC, pp=CODEC)) == {
         "tp": "this DeepSpeed has no AsyncColumnParallel.backward",
         "pp": "this DeepSpeed has no PipelineEngine._INSTRUCTION_MAP.SendActivation, no PipelineEngine._INSTRUCTION_MAP.SendGrad",
