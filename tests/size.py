@@ -30,7 +30,7 @@ BUDGETS = {
     "ds_zipccl/codecs": Budget(2_870, 2_900),
     "ds_zipccl/comm": Budget(11_530, 9_800),
     "ds_zipccl/csrc": Budget(10_020, 10_050),
-    "ds_zipccl/integration": Budget(4_090, 3_700),
+    "ds_zipccl/integration": Budget(4_050, 3_700),
     "ds_zipccl/kernels": Budget(4_960, 5_200),
     "ds_zipccl/policy": Budget(1_640, 1_350),
     "ds_zipccl/sync": Budget(1_260, 1_250),

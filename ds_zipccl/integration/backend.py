@@ -244,10 +244,10 @@ class ZipcclBackend(TorchBackend):  # type: ignore[misc]
         settled = self._settle(config)
         unhooked = lossy_calls.unhooked(config)
         if torch.distributed.get_rank() == 0:
-            nodes = group_nodes(resolve_group(None))
-            covered = start_line.coverage(config, settled)
+            groups, device, nodes = start_line.groups_here(), _device().type, group_nodes(resolve_group(None))
+            covered = start_line.describe(groups, device, config, settled)
             first = start_line.start_line(config, profile, covered, nodes, settled)
-            features = start_line.lossy_here(config, unhooked), start_line.fused_line(config)
+            features = start_line.lossy_line(groups, device, config, unhooked), start_line.fused_line(config)
             for line in filter(None, (first, *hook_points.lines(), *features)):
                 print(line, flush=True)
             atexit.register(table.show, "at the end")

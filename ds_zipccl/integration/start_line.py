@@ -40,11 +40,6 @@ class Group:
     nodes: int = 0
 
 
-def coverage(config: ZipcclConfig, settled: Settled | None = None) -> str:
-    """Describe the traffic of the groups that this job has made so far, as far as this rank is in them; see :func:`describe`."""
-    return describe(_groups(), device_here()[0], config, settled)
-
-
 def coverage_here(config: ZipcclConfig) -> str:
     """Describe the traffic of a job of several ranks on machines like this one, by the backend that DeepSpeed chooses here."""
     device, backend = device_here()
@@ -57,7 +52,8 @@ def device_here() -> tuple[str, str]:
     return accelerator.device_name(), accelerator.communication_backend_name()
 
 
-def _groups() -> list[Group]:
+def groups_here() -> list[Group]:
+    """Return the groups that this job has made so far, as far as this rank is in them."""
     members = [(group, group_state(group)) for group in distributed_c10d._world.pg_map]
     return [Group(one.size, one.backends, len(group_nodes(group))) for group, one in members if one is not None]
 
@@ -125,11 +121,6 @@ def _list(device: str, counts: Mapping[str, int]) -> str:
 
 def _count(number: int) -> str:
     return "" if number == 1 else f" ({number} groups)"
-
-
-def lossy_here(config: ZipcclConfig, unhooked: Mapping[str, str]) -> str:
-    """Return the line about the lossy roles of a config on the groups that this job has made so far; see :func:`lossy_line`."""
-    return lossy_line(_groups(), device_here()[0], config, unhooked)
 
 
 def lossy_line(

@@ -244,7 +244,7 @@ class Engine:
 
 
 def asked(engine: Any, settings: RoleSettings) -> list[Any]:
-    ready = pipeline.of_gradients(engine, 0)
+    _, ready = pipeline.gradients(engine, 0)
     return [ready(one, settings) for one in pipeline._sent_for(engine, 0)]
 
 
@@ -280,9 +280,10 @@ def test_a_slice_of_a_gradient_keeps_the_width_of_its_rows(together: bool) -> No
     engine, settings = Engine(micro_batches=1), RoleSettings(LowRank(RANK), error="lazy", when="backward")
     engine.is_grad_partitioned = True
     engine.pipe_buffers["inputs"] = [(gradient(0), torch.ones(3)) if together else gradient(0)]
-    assert pipeline.gradients(engine, 0) == 1
     part = gradient(0).flatten()[: ROWS * WIDTH // 2]
-    made: Any = pipeline.of_gradients(engine, 0)(part, settings)
+    count, ready = pipeline.gradients(engine, 0)
+    made = ready(part, settings)
+    assert count == 1
     found = made.factored(part, "send", "auto")
     assert found.values.shape == part.shape and found.p.shape == (ROWS // 2, RANK)
     assert made.factored(part[: 7 * WIDTH + 1], "send", "auto") is None, "no rows"

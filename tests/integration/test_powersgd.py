@@ -258,7 +258,8 @@ class Ranks:
     def places(self, *parts: torch.Tensor, numel: int | None = None, **more: Any) -> list[tuple[str, int]] | bool | str:
         settings = parse_section(json.loads(section(**more))).lossy_roles["dp"]
         flat = torch.zeros(sum(part.numel() for part in parts) if numel is None else numel)
-        found = powersgd.of_engine_bucket(self, parts)(flat, settings)
+        _, ready = powersgd.of_engine_bucket(self, parts)
+        found = ready(flat, settings)
         return [(one.name, one.start) for one in found.places] if isinstance(found, powersgd.PowerSum) else found
 
 
@@ -310,9 +311,9 @@ def test_sums_that_stay_exact_are_counted_with_the_reason(monkeypatch: pytest.Mo
         ("reduce", powersgd.of_zero_bucket(optimizer, [rest], None, 1), rest, "a sum for one rank"),
         ("all_reduce", powersgd.of_engine_bucket(Ranks(step=0), [rest]), rest, ""),
     ]
-    for name, ready, flat, why in sums:
+    for name, asked, flat, why in sums:
         counters.reset()
-        with hints.hinting(lossy=calls.Calls(("dp",), (name,), detail=lambda one=ready: (1, one))):
+        with hints.hinting(lossy=calls.Calls(("dp",), (name,), detail=lambda asked=asked: asked)):
             assert calls.take_hint(config, "dp", name, flat, dist.ReduceOp.SUM) is None
         found = [(one["op"], one["codec"], one["frames"], one["exact"]) for one in counters.lossy()]
         assert found == ([(name, "powersgd rank 4", 1, {why: 1})] if why else [])

@@ -14,7 +14,7 @@ from ds_zipccl.comm.device.choice import Settled
 from ds_zipccl.config import ZipcclConfig
 from ds_zipccl.integration import backend
 from ds_zipccl.integration import start_line as lines
-from ds_zipccl.integration.start_line import Group, coverage, describe, start_line
+from ds_zipccl.integration.start_line import Group, describe, groups_here, start_line
 from ds_zipccl.ops import OPS
 from ds_zipccl.policy.admission import PassReason
 from ds_zipccl.policy.cost_model import DeviceProfile, LinkProfile, Topology
@@ -225,18 +225,17 @@ def test_a_job_on_machines_like_this_one(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def real_groups(rank: int, ranks: int) -> list[str]:
     """Clauses on real groups: the first, after more groups are made, and after one is gone; and whether links are measured."""
-    lines.importlib = accelerator("cpu")  # type: ignore[assignment]
-    found = [coverage(DEFAULT)]
+    found = [describe(groups_here(), "cpu", DEFAULT)]
     if ranks == 1:
         return [*found, str(backend._measurable())]
     dist.new_group([0])
     pair = dist.new_group([0, 1])
     dist.new_group([1, 2])
-    found.append(coverage(DEFAULT))
+    found.append(describe(groups_here(), "cpu", DEFAULT))
     dist.barrier()  # a rank may still be connecting a group that another one has
     if rank < 2:
         dist.destroy_process_group(pair)
-    return [*found, coverage(DEFAULT), str(backend._measurable())]
+    return [*found, describe(groups_here(), "cpu", DEFAULT), str(backend._measurable())]
 
 
 def test_groups_that_the_job_has_made() -> None:

@@ -106,7 +106,7 @@ class Ranks:
         monkeypatch.setattr(comm, "agree_sizes", self._agree)
         monkeypatch.setattr(comm, "check_frames", lambda device, group, config: self.checked.append(group))
         monkeypatch.setattr(zero_versions, "group_state", self._state)
-        monkeypatch.setattr(gathers, "_gathered_dtype", lambda param, shard: torch.bfloat16)
+        monkeypatch.setattr(gathers, "_dtype_of", lambda param, shard: torch.bfloat16)
 
     def _agree(self, parameters: Any, group: Any, config: Any) -> int:
         missing = [one for one, _ in parameters if one._kind is None]

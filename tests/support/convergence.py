@@ -306,7 +306,7 @@ def _send_back(engine: Stage, number: int, x: Tensor, settings: RoleSettings | N
     assert x.grad is not None
     lossy: Any = None
     if settings is not None:
-        ready = pipeline.of_gradients(engine, number)(x.grad, settings)
+        ready = pipeline.gradients(engine, number)[1](x.grad, settings)
         lossy = (settings.codec if ready is True else ready) or None
     comm.send(x.grad, engine.prev_stage, config=ALWAYS, role="pp", lossy=lossy)
 

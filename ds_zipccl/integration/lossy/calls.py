@@ -95,29 +95,26 @@ def _site(
     owner: str,
     name: str,
     first: tuple[str, ...] = (),
-    ready: Callable[..., Ready] | None = None,
+    asked: Callable[..., tuple[int, Ready | None]] = lambda *args, **kwargs: (1, None),
     *,
     roles: tuple[str, ...] = ("zero_grad",),
     ops: tuple[str, ...] = ("all_reduce",),
     direction: str = "",
-    count: Callable[..., int] = lambda *args, **kwargs: 1,
 ) -> HookPoint:
-    """Return a point whose function gives a hint of its calls. ``ready`` and ``count``, the number of the calls, are asked with the
-    arguments of the function, and rely on the leading parameters ``first``."""
+    """Return a point whose function gives a hint of its calls. ``asked`` returns their :attr:`Calls.detail` from the arguments of the
+    function, and relies on the leading parameters ``first``."""
 
     def hinting(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        def detail() -> tuple[int, Ready | None]:
-            asked = ready(*args, **kwargs) if ready is not None else None
-            return count(*args, **kwargs), asked
-
+        detail = functools.partial(asked, *args, **kwargs)
         with hints.hinting(lossy=Calls(roles, ops, direction, detail)):
             return original(*args, **kwargs)
 
     return HookPoint(owner, name, hinting, first, roles=roles, untraced=True)
 
 
-def _zero_padding(tensors: Sequence[torch.Tensor], group: Any = None) -> Ready:
-    """Return a function that zeroes the padding of ZeRO-3's gradients, uninitialised memory that shares groups of values with gradients.
+def _zero_padding(tensors: Sequence[torch.Tensor], group: Any = None) -> tuple[int, Ready]:
+    """Return the number of the calls, one, and a function that zeroes the padding of ZeRO-3's gradients: uninitialised memory that shares
+    groups of values with gradients.
 
     The buffer has a row for each rank. A row has a part of every tensor, each padded to the same length.
     """
@@ -132,7 +129,7 @@ def _zero_padding(tensors: Sequence[torch.Tensor], group: Any = None) -> Ready:
                 part[max(0, min(padded, size - rank * padded)) :].zero_()
         return True
 
-    return ready
+    return 1, ready
 
 
 _ZERO12 = "deepspeed.runtime.zero.stage_1_and_2"
@@ -141,8 +138,8 @@ _of_layers = functools.partial(_site, "deepspeed.module_inject.layers", roles=("
 _of_stage = functools.partial(
     _site, "deepspeed.runtime.pipe.engine", first=("self", "buffer_id"), roles=("pp",), ops=("send", "isend")
 )
-#: The places. Each function makes one call, or as many as ``count`` says, and runs no code of the user. Of the exchanges of the role ``ep``
-#: :mod:`ds_zipccl.integration.moe_calls` gives hints.
+#: The places. Each function makes one call, or as many as ``asked`` says, and runs no code of the user. Of the exchanges of the role
+#: ``ep`` :mod:`ds_zipccl.integration.moe_calls` gives hints.
 SITES = (
     _site(
         _ZERO12,
@@ -165,18 +162,8 @@ SITES = (
     _of_layers("RowParallel.forward", direction="forward"),
     _of_layers("ColumnParallel.backward", direction="backward"),
     _of_layers("AsyncColumnParallel.backward", direction="backward"),
-    _of_stage(
-        "PipelineEngine._INSTRUCTION_MAP.SendActivation",
-        direction="forward",
-        ready=pipeline.is_activation,
-        count=pipeline.activations,
-    ),
-    _of_stage(
-        "PipelineEngine._INSTRUCTION_MAP.SendGrad",
-        direction="backward",
-        ready=pipeline.of_gradients,
-        count=pipeline.gradients,
-    ),
+    _of_stage("PipelineEngine._INSTRUCTION_MAP.SendActivation", asked=pipeline.activations, direction="forward"),
+    _of_stage("PipelineEngine._INSTRUCTION_MAP.SendGrad", asked=pipeline.gradients, direction="backward"),
 )
 hook_points.declare(*SITES)
 

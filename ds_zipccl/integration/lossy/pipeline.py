@@ -57,24 +57,17 @@ def forget_shapes(engine: Any) -> None:
 # ---- activations
 
 
-def activations(engine: Any, buffer_id: int) -> int:
-    """Return how many activations a stage sends. A mask, the last tensor, becomes floating-point to be sent, and is none."""
+def activations(engine: Any, buffer_id: int) -> tuple[int, Ready]:
+    """Return how many activations a stage sends, and a function that tells them from other floating-point tensors, such as positions:
+    gradients flow through activations. A mask, the last tensor, becomes floating-point to be sent, and is none. Of tensors that
+    tensor-parallel ranks share out, DeepSpeed sends a part of the first, behind its sizes."""
     outputs = engine.pipe_buffers["outputs"][buffer_id]
     if isinstance(outputs, torch.Tensor):
-        return 1
+        return 1, lambda tensor, settings: True
     masked = getattr(engine, "has_attention_mask", False) or getattr(engine, "has_bool_tensors", False)
-    return len(_floating(outputs[:-1] if masked else outputs))
-
-
-def is_activation(engine: Any, buffer_id: int) -> Ready:
-    """Return a function that tells activations from other floating-point tensors that a stage sends, such as positions: gradients flow
-    through activations. Of tensors that tensor-parallel ranks share out, DeepSpeed sends a part of the first, behind its sizes."""
-    outputs = engine.pipe_buffers["outputs"][buffer_id]
-    if isinstance(outputs, torch.Tensor):
-        return lambda tensor, settings: True
     parts = outputs[1:2] if getattr(engine, "is_pipe_partitioned", False) else ()
     places = {one.data_ptr() for one in (*(one for one in outputs if one.requires_grad), *parts)}
-    return lambda tensor, settings: tensor.data_ptr() in places
+    return len(_floating(outputs[:-1] if masked else outputs)), lambda tensor, settings: tensor.data_ptr() in places
 
 
 def _floating(given: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -84,20 +77,16 @@ def _floating(given: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 # ---- gradients
 
 
-def gradients(engine: Any, buffer_id: int) -> int:
-    """Return how many gradients of activations a stage sends. Where tensor-parallel ranks share them out, each sends a slice of one."""
-    return 1 if engine.is_grad_partitioned else len(_sent_for(engine, buffer_id))
-
-
 def _sent_for(engine: Any, buffer_id: int) -> list[torch.Tensor]:
     """Return the inputs of a micro-batch whose gradients are sent."""
     inputs = engine.pipe_buffers["inputs"][buffer_id]
     return [inputs] if isinstance(inputs, torch.Tensor) else _floating(inputs)
 
 
-def of_gradients(engine: Any, buffer_id: int) -> Ready:
-    """Return a function for the gradients of one micro-batch, in the order in which they are sent: it gives what makes factors of each, if
-    the role has a low-rank codec, and tells whether that codec is for this micro-batch."""
+def gradients(engine: Any, buffer_id: int) -> tuple[int, Ready]:
+    """Return how many gradients of activations a stage sends for one micro-batch, and a function for them, in the order in which they are
+    sent: it gives what makes factors of each, if the role has a low-rank codec, and tells whether that codec is for this micro-batch. Where
+    tensor-parallel ranks share gradients out, each sends a slice of one."""
     progress = _progress.setdefault(engine, _Progress())
     index, progress.sent = progress.sent, progress.sent + 1
     inputs = _sent_for(engine, buffer_id)
@@ -115,7 +104,7 @@ def of_gradients(engine: Any, buffer_id: int) -> Ready:
         peer, ranks = engine.grid.stage_to_global(stage_id=engine.prev_stage), torch.distributed.get_world_size()
         return _Link(settings, (peer, "backward", number), inputs[number].shape[-1], ranks, state.owner_of(engine))
 
-    return ready
+    return 1 if engine.is_grad_partitioned else len(inputs), ready
 
 
 def _compare_inputs(engine: Any, progress: _Progress, inputs: torch.Tensor, last: bool) -> None:

@@ -65,19 +65,19 @@ def adopt(engine: Any, optimizer: Any) -> None:
 # ---- the places that give a hint of their sums: see ds_zipccl.integration.lossy.calls.SITES
 
 
-def of_zero_bucket(optimizer: Any, bucket: Sequence[torch.Tensor], *args: Any, **kwargs: Any) -> Ready:
+def of_zero_bucket(optimizer: Any, bucket: Sequence[torch.Tensor], *args: Any, **kwargs: Any) -> tuple[int, Ready]:
     """Return the function for the sum of ``bucket`` by ``DeepSpeedZeroOptimizer.allreduce_bucket``. A sum for one rank stays exact."""
     one_owner = (args[1] if len(args) > 1 else kwargs.get("rank")) is not None
     why = "a sum for one rank" if one_owner else ""
     return _ready(_engine_of(optimizer), bucket, lambda: _of_zero(optimizer), why)
 
 
-def of_zero_tensor(optimizer: Any, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Ready:
+def of_zero_tensor(optimizer: Any, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[int, Ready]:
     """Return the function for the sum of ``tensor`` by ``DeepSpeedZeroOptimizer.gradient_reduction_w_predivide``."""
     return _ready(_engine_of(optimizer), [tensor], lambda: _of_zero(optimizer))
 
 
-def of_engine_bucket(engine: Any, bucket: Sequence[torch.Tensor], *args: Any, **kwargs: Any) -> Ready:
+def of_engine_bucket(engine: Any, bucket: Sequence[torch.Tensor], *args: Any, **kwargs: Any) -> tuple[int, Ready]:
     """Return the function for the sum of ``bucket`` by ``DeepSpeedEngine.allreduce_bucket``."""
     return _ready(engine, bucket, lambda: _of_engine(engine))
 
@@ -120,8 +120,9 @@ def _named(engine: Any, gradients: Iterator[Gradient]) -> list[tuple[str, torch.
 
 def _ready(
     engine: Any, parts: Sequence[torch.Tensor], gradients: Callable[[], Iterator[Gradient]], why: str = ""
-) -> Ready:
-    """Return the function for the sum of ``parts`` laid end to end. ``why``: the reason why the sum stays exact, "" for none."""
+) -> tuple[int, Ready]:
+    """Return the number of the sums of ``parts`` laid end to end, one, and the function for it. ``why``: the reason why the sum stays
+    exact, "" for none."""
 
     def ready(flat: torch.Tensor, settings: RoleSettings) -> bool | str | PowerSum:
         if not isinstance(settings.codec, PowerSgd):
@@ -136,7 +137,7 @@ def _ready(
         owner = state.owner_of(engine)
         return PowerSum(settings, settings.codec, places, engine.global_steps, owner) if places else "no matrix"
 
-    return ready
+    return 1, ready
 
 
 @dataclass(frozen=True)

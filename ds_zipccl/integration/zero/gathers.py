@@ -34,20 +34,19 @@ VERSIONS = "ds_zipccl_versions"
 AUTO_PART, LEFT_PART = 4, 8
 
 
-def _gathered_dtype(param: Any, shard: torch.Tensor) -> torch.dtype:
-    """Return the dtype in which a shard is gathered. DeepSpeed's own function, if there is one, replaces this one: it knows autocast."""
-    return shard.dtype
+#: DeepSpeed's own function for :func:`gathered_dtype`, if there is one: it knows autocast.
+_dtype_of: Callable[[Any, torch.Tensor], torch.dtype] | None = None
 
 
 def gathered_dtype(param: Any) -> torch.dtype:
     """Return the dtype in which the parameter's shards are gathered."""
-    return _gathered_dtype(param, param.ds_tensor)
+    return param.ds_tensor.dtype if _dtype_of is None else _dtype_of(param, param.ds_tensor)
 
 
 def learn_dtype(module: ModuleType) -> None:
     """Take DeepSpeed's function for :func:`gathered_dtype` from ``deepspeed.runtime.zero.partition_parameters``."""
-    global _gathered_dtype
-    _gathered_dtype = hook_points.fitting("get_allgather_dtype", module) or _gathered_dtype
+    global _dtype_of
+    _dtype_of = hook_points.fitting("get_allgather_dtype", module) or _dtype_of
 
 
 def note_coalesced(param: Any) -> None:
@@ -82,8 +81,8 @@ def allocate_bases(
     parameters: Iterable[Any], config: ZipcclConfig, device: torch.device, *, trains: bool = True
 ) -> tuple[list[BaseSlot], str]:
     """Allocate a base for each parameter that ZeRO-3 frees after use; with ``zero3_base`` auto for those of them that are frozen and fit,
-    in host memory: memory of the device would hold the whole model on every rank, which ZeRO-3 avoids. A collective of all groups of these
-    parameters; blocks.
+    in host memory: memory of the device would hold the whole model on every rank, which ZeRO-3 avoids. In groups in the order of streams
+    bases are held with the agreed sizes of the parameters. A collective of all groups of these parameters; blocks.
 
     Args:
         trains: the engine has an optimizer; otherwise all its parameters are frozen.
@@ -97,7 +96,10 @@ def allocate_bases(
     auto, useless = config.zero3_base == "auto", _never_differs(config)
     groups: dict[dist.ProcessGroup, list[Any]] = {}
     for param in parameters:
-        if hasattr(param, "ds_id") and not param.ds_persist and not (auto and not _is_kept(param, trains)):
+        if not hasattr(param, "ds_id") or param.ds_persist:
+            continue
+        on_disk = getattr(param.ds_tensor, "final_location", None) == "nvme"  # whose users have no memory to spare
+        if not (auto and (on_disk or (trains and param.requires_grad))):
             groups.setdefault(param.ds_process_group, []).append(param)
     useful = {group: params for group, params in groups.items() if group_size(group) > 1}
     if auto and not useful:
@@ -145,11 +147,6 @@ def allocate_bases(
         return [], f"nothing for {len(wanted)} frozen parameters of {nbytes / 1e6:.1f} MB{why}"
     count = f"{len(wanted)}" if len(bases) == len(wanted) else f"{len(bases)} of {len(wanted)}"
     return bases, f"{_size(bases)}, for {count} frozen parameters{why}"
-
-
-def _is_kept(param: Any, trains: bool) -> bool:
-    """Return whether ``zero3_base`` auto keeps a parameter: a frozen one that is in memory. Users of NVMe have no memory to spare."""
-    return not (trains and param.requires_grad) and getattr(param.ds_tensor, "final_location", None) != "nvme"
 
 
 def _share(config: ZipcclConfig) -> int:
