@@ -10,8 +10,7 @@ import torch.distributed as dist
 
 from ds_zipccl.comm.device import engine as device
 from ds_zipccl.comm.device import sizes
-from ds_zipccl.comm.device.bases import agreed
-from ds_zipccl.comm.device.bases.agreed import Agreed
+from ds_zipccl.comm.device.bases.agreed import Agreed, agree_all, check_frames
 from ds_zipccl.comm.device.choice import Settled, end_step, host_bases_gain, never_coded, reason_to_pass, settle
 from ds_zipccl.comm.device.context import DeviceContext
 from ds_zipccl.comm.device.exchange import pays_now
@@ -19,10 +18,10 @@ from ds_zipccl.comm.device.streams import streams_of
 from ds_zipccl.comm.group_state import find_nodes, group_state
 from ds_zipccl.comm.host import calibration
 from ds_zipccl.comm.host import engine as host
+from ds_zipccl.comm.host.gather import SharedBase
 from ds_zipccl.comm.host.p2p.calls import receive, send
 from ds_zipccl.comm.host.repeats.memory import forget as forget_repeats
-from ds_zipccl.comm.host.shared_base import SharedBase
-from ds_zipccl.comm.host.versions import COPIES, GATHER, Keeper, Kept, same_words
+from ds_zipccl.comm.host.versions import COPIES, Keeper, Kept, same_words
 from ds_zipccl.comm.request import Request
 from ds_zipccl.comm.transport.staging import SideStream
 from ds_zipccl.comm.tuner import CallTimer
@@ -30,8 +29,8 @@ from ds_zipccl.policy.admission import Decision
 from ds_zipccl.policy.cost_model import LinkProfile
 
 __all__ = [
-    "COPIES", "GATHER", "Agreed", "DeviceContext", "Keeper", "Kept", "Settled", "SharedBase", "SideStream", "agreed", "calibrate",
-    "calibration", "end_step", "finish", "forget_repeats", "host", "host_bases_gain", "never_coded", "pays_now", "reason_to_pass",
+    "COPIES", "Agreed", "DeviceContext", "Keeper", "Kept", "Settled", "SharedBase", "SideStream", "agree_all", "calibrate", "calibration",
+    "check_frames", "end_step", "finish", "forget_repeats", "host", "host_bases_gain", "never_coded", "pays_now", "reason_to_pass",
     "receive", "same_words", "send", "settle", "start",
 ]  # fmt: skip
 
