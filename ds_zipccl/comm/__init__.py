@@ -12,19 +12,18 @@ fp32 in rank order, whatever ``reduction`` is. All ranks have the same bits afte
 segment stays exact. Sums of ``replicated`` tensors that are equal stay exact.
 """
 
-from ds_zipccl.comm.bases.in_place import IN_PLACE
+from ds_zipccl.comm.bases.in_place import IN_PLACE, Base
 from ds_zipccl.comm.bases.shared import allocate_bases
-from ds_zipccl.comm.engine import Agreed, Keeper, Kept, SharedBase, calibrate
+from ds_zipccl.comm.engine import Agreed, Keeper, Kept, SharedBase, calibrate, check_frames
 from ds_zipccl.comm.ops.all_gather import all_gather, all_gather_coalesced, all_gather_into_tensor
 from ds_zipccl.comm.ops.all_reduce import all_reduce, all_reduce_coalesced
 from ds_zipccl.comm.ops.all_to_all import all_to_all, all_to_all_single
 from ds_zipccl.comm.ops.broadcast import broadcast
 from ds_zipccl.comm.ops.p2p import irecv, isend, recv, send
-from ds_zipccl.comm.ops.parameters import Part, agree_sizes, check_frames, gather_parts
+from ds_zipccl.comm.ops.parameters import Part, agree_sizes, gather_parts
 from ds_zipccl.comm.ops.reduce import reduce
 from ds_zipccl.comm.ops.reduce_scatter import reduce_scatter, reduce_scatter_tensor
 from ds_zipccl.comm.ops.reduce_to_owners import reduce_to_owners
-from ds_zipccl.comm.request import Base
 from ds_zipccl.comm.shadow_check import ShadowMismatch
 from ds_zipccl.comm.work import CommError, Work
 

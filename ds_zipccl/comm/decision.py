@@ -83,7 +83,8 @@ def decide(request: Request) -> Choice:
         tuner = tuner.at(opened, request.nbytes(), not request.async_op)
         if tuner is None:
             return Choice(admitted, competing=True)
-    decision, timer = tuner.next_plan(opened, request.token, meets=request.may_meet())
+    token = None if request.base is None else request.base.token()
+    decision, timer = tuner.next_plan(opened, token, meets=request.may_meet())
     if tuner.decided is not None:
         _follow_link(request, state, tuner, *tuner.decided)
         tuner.decided = None

@@ -10,18 +10,17 @@ import torch.distributed as dist
 
 from ds_zipccl.comm.device import engine as device
 from ds_zipccl.comm.device import sizes
-from ds_zipccl.comm.device.bases import agreed
-from ds_zipccl.comm.device.bases.agreed import Agreed
+from ds_zipccl.comm.device.bases.agreed import Agreed, agree_all, check_frames
 from ds_zipccl.comm.device.choice import Settled, end_step, host_bases_gain, never_coded, settle
 from ds_zipccl.comm.device.context import DeviceContext
 from ds_zipccl.comm.device.streams import streams_of
 from ds_zipccl.comm.group_state import GroupState, find_nodes, group_state
 from ds_zipccl.comm.host import calibration
 from ds_zipccl.comm.host import engine as host
+from ds_zipccl.comm.host.gather import SharedBase
 from ds_zipccl.comm.host.p2p.calls import receive, send
 from ds_zipccl.comm.host.repeats.memory import forget as forget_repeats
-from ds_zipccl.comm.host.shared_base import SharedBase
-from ds_zipccl.comm.host.versions import COPIES, GATHER, Keeper, Kept, same_words
+from ds_zipccl.comm.host.versions import COPIES, Keeper, Kept, same_words
 from ds_zipccl.comm.request import Request
 from ds_zipccl.comm.transport.staging import SideStream
 from ds_zipccl.comm.tuner import CallTimer
@@ -29,9 +28,9 @@ from ds_zipccl.policy.admission import Decision, PassReason
 from ds_zipccl.policy.cost_model import LinkProfile
 
 __all__ = [
-    "COPIES", "ENGINES", "GATHER", "Agreed", "DeviceContext", "Engine", "Keeper", "Kept", "Settled", "SharedBase", "SideStream", "agreed",
-    "calibrate", "calibration", "end_step", "engine_of", "finish", "forget_repeats", "host", "host_bases_gain", "never_coded", "receive",
-    "register", "same_words", "send", "settle", "start",
+    "COPIES", "ENGINES", "Agreed", "DeviceContext", "Engine", "Keeper", "Kept", "Settled", "SharedBase", "SideStream", "agree_all",
+    "calibrate", "calibration", "check_frames", "end_step", "engine_of", "finish", "forget_repeats", "host", "host_bases_gain",
+    "never_coded", "receive", "register", "same_words", "send", "settle", "start",
 ]  # fmt: skip
 
 

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import KW_ONLY, dataclass
-from typing import Any, NamedTuple, Protocol, TypedDict, TypeVar
+from typing import Any, NamedTuple, TypedDict, TypeVar
 
 import torch
 import torch.distributed as dist
 
-from ds_zipccl.comm.buffer_pool import PooledBuffers
-from ds_zipccl.comm.context import Call, OpContext
+from ds_zipccl.comm.bases.in_place import Base
+from ds_zipccl.comm.context import Call
 from ds_zipccl.comm.group_state import group_size, group_state, resolve_group
 from ds_zipccl.comm.reduction_order import Reduction, arithmetic, reduce_op_name
 from ds_zipccl.comm.shadow_check import LossyShadow, Plain, Shadow, Tolerance
@@ -33,29 +33,6 @@ class TensorKind(NamedTuple):
     def of(cls, tensor: torch.Tensor) -> TensorKind:
         """Return the kind of a tensor."""
         return cls(tensor.dtype, tensor.device.type, tensor.layout)
-
-
-class Base(Protocol):
-    """The memory of an earlier gather, which ranks may hold. ``places`` are the output's shards, flat, one for each rank. On groups in the
-    order of streams shards go in full, but where the base is :data:`ds_zipccl.comm.IN_PLACE`."""
-
-    def begin(self, ctx: OpContext, places: Sequence[torch.Tensor], buffers: PooledBuffers) -> torch.Tensor | None:
-        """Copy the shards of other ranks, as far as this rank holds them, to their places. Return the own shard of the last gather, flat,
-        or None without a last gather. Only the gather itself may change the places and the returned shard until the gather is over."""
-        ...
-
-    def end(self, ctx: OpContext, places: Sequence[torch.Tensor], last: torch.Tensor | None) -> None:
-        """Hold the contents of ``places`` from now on: the gather has succeeded. ``last`` is the result of :meth:`begin`, and may be
-        overwritten."""
-        ...
-
-    def abandon(self, ctx: OpContext) -> None:
-        """Drop the base after a failed gather of this rank; does not block."""
-        ...
-
-    def token(self) -> Hashable:
-        """Return a value that tells bases apart, equally on all ranks; None where no value does."""
-        ...
 
 
 class Segments(NamedTuple):
@@ -129,7 +106,6 @@ class Request:
         logical bytes.
         nodes: the ranks of each node if the operation is a sum in two levels, see :mod:`ds_zipccl.comm.reduction_order`.
         plain_sums: the sum is the plain collective's own, so that the call passes.
-        based: ranks may hold an earlier result. ``token`` tells that result from others, equally on all ranks; None where no value does.
         again: the call may repeat messages of a forward pass, see :mod:`.host.repeats.memory`.
     What an operation has beside its tensors:
         reduction: of a sum. base: the memory of an earlier gather. agreed: the parameters of a gather, whose frames have agreed sizes.
@@ -159,8 +135,6 @@ class Request:
     sends_less: bool = False
     nodes: Sequence[Sequence[int]] = ()
     plain_sums: bool = False
-    based: bool = False
-    token: Hashable = None
     row_width: int = 0
     kind: str = ""
     again: bool = False
@@ -188,6 +162,11 @@ class Request:
     def call(self, codec: str) -> tuple[str, dist.ProcessGroup, ZipcclConfig, str, str, torch.device]:
         """Return the arguments that contexts of all kinds have."""
         return self.op, resolve_group(self.group), self.config, self.role, codec, self.tensor.device
+
+    @property
+    def based(self) -> bool:
+        """Return whether ranks may hold an earlier result."""
+        return self.base is not None
 
     @property
     def tensor(self) -> torch.Tensor:

@@ -305,7 +305,7 @@ def test_a_base_and_a_shape_have_plans_of_their_own(members: Any) -> None:
     gather = {"op": "all_gather_into_tensor", "reduce_op": None, "tolerance": "bits", "numel": 1 << 20}
     for _ in range(2):
         assert decided(members, ALWAYS, **gather) == (CODED, None)
-        assert decided(members, ALWAYS, **gather, based=True) == (Decision(True, "cascade", "", with_base=True), None)
+        assert decided(members, ALWAYS, **gather, base=comm.IN_PLACE) == (replace(CODED, with_base=True), None)
     sparse = torch.eye(100).to_sparse()
     assert _remembered(request_of(ALWAYS), TensorKind.of(torch.empty(1)), members) == (CODED, None)
     assert (
@@ -338,7 +338,7 @@ APART: dict[str, dict[str, Any]] = {
     "dtype": {"dtype": torch.bfloat16, "numel": 2 * NUMEL},
     "reduce op": {"reduce_op": dist.ReduceOp.AVG},
     "config": {"config": replace(AUTO, block=256)},
-    "base": {"based": True},
+    "base": {"base": comm.IN_PLACE},
     "place in a layer": {"kind": "dispatch"},
 }
 
@@ -368,7 +368,7 @@ def test_times_are_for_the_size_of_the_kind(members: Any) -> None:
 def test_the_table_names_the_kind(members: Any) -> None:
     """Choices of two roles are two rows, those of one role are told apart by their words."""
     counters.reset()
-    for more in ({}, {"role": "zero_grad"}, {"reduce_op": dist.ReduceOp.AVG}, UNEVEN, {"based": True}):
+    for more in ({}, {"role": "zero_grad"}, {"reduce_op": dist.ReduceOp.AVG}, UNEVEN, {"base": comm.IN_PLACE}):
         tuner = decided(members, **{"config": AUTO, **more, "kind": "dispatch" if more is UNEVEN else ""})[1]
         assert tuner is not None
         (tuner if isinstance(tuner, Tuner) else tuner._make(15))._note_choice(met=True)
@@ -446,7 +446,8 @@ def carried_out(
     monkeypatch.setattr(decision, "_remembered", lambda request, kind, state: (CODED, tuner))
     monkeypatch.setattr(engine, "engine_of", lambda state, device: engine.host)
     monkeypatch.setattr(engine, "start", lambda request, decision, timer: f"{decision} {timer is tuner}")
-    usual = {"outputs": [torch.ones(NUMEL)], "plain": plain, "token": "t", "numel": 2 * NUMEL}
+    base: Any = SimpleNamespace(token=lambda: "t")
+    usual = {"outputs": [torch.ones(NUMEL)], "plain": plain, "base": base, "numel": 2 * NUMEL}
     request = request_of(later=later, **{**usual, **more})
     return execute(decide(request), request)
 

@@ -21,7 +21,7 @@ from ds_zipccl.comm import work as operations
 from ds_zipccl.comm.buffer_pool import POOL, PooledBuffers
 from ds_zipccl.comm.context import OpContext
 from ds_zipccl.comm.group_state import GroupState
-from ds_zipccl.comm.host import pipeline, shared_base
+from ds_zipccl.comm.host import gather, pipeline
 from ds_zipccl.comm.transport.protocol import TAGS_PER_COLLECTIVE, TAGS_PER_RANGE, TagRange
 from ds_zipccl.config import ZipcclConfig
 from ds_zipccl.policy import trial
@@ -64,7 +64,7 @@ def engines_in_turn(rank: int, ranks: int) -> None:
 def one_address(rank: int, ranks: int) -> None:
     """The mistake of old, planted: one rank finds a new base where an old one was, the other does not."""
     seen = iter(range(1000))
-    shared_base.SharedBase.token = lambda self: 7 if rank else next(seen)
+    gather.SharedBase.token = lambda self: 7 if rank else next(seen)
     engines_in_turn(rank, ranks)
 
 
@@ -105,7 +105,7 @@ def closed_to_one(rank: int, ranks: int) -> None:
                 raise comm.CommError("closed")
             told.extend(peers)
 
-    shared_base.Exchange = Deaf
+    gather.Exchange = Deaf
     kept.filled = True
     link = OpContext(
         "all_gather_into_tensor", dist.group.WORLD, CODED, "dp", "cascade", torch.device("cpu"), with_base=True

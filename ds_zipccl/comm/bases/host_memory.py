@@ -11,6 +11,7 @@ import contextlib
 import fcntl
 import os
 import secrets
+import struct
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -24,8 +25,9 @@ _LIMITS = {
     False: ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
 }
 _TOKEN_BYTES = 16
+_ADDRESS = struct.Struct(f"<{_TOKEN_BYTES}s2Q")
 #: Bytes of :meth:`Address.packed`.
-ADDRESS_BYTES = _TOKEN_BYTES + 16
+ADDRESS_BYTES = _ADDRESS.size
 
 
 def available() -> int:
@@ -83,14 +85,13 @@ class Address(NamedTuple):
 
     def packed(self) -> bytes:
         """Return :data:`ADDRESS_BYTES` bytes."""
-        return self.token + self.process.to_bytes(8, "little") + self.descriptor.to_bytes(8, "little")
+        return _ADDRESS.pack(self.token, self.process, self.descriptor)
 
     @classmethod
     def unpacked(cls, text: bytes) -> Address:
         """Return the address in a text of :meth:`packed`."""
-        numbers = text[_TOKEN_BYTES:]
-        process, descriptor = (int.from_bytes(part, "little") for part in (numbers[:8], numbers[8:ADDRESS_BYTES]))
-        return cls(process, descriptor, text[:_TOKEN_BYTES])
+        token, process, descriptor = _ADDRESS.unpack(text)
+        return cls(process, descriptor, token)
 
     @property
     def name(self) -> str:

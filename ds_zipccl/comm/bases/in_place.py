@@ -1,21 +1,44 @@
-"""A base in the output itself. The output still holds the result of the last gather, as in ZeRO-1 and ZeRO-2."""
+"""The base of a gather, and the one in the output itself, which still holds the result of the last gather, as in ZeRO-1 and ZeRO-2."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Hashable, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from ds_zipccl.comm.buffer_pool import PooledBuffers
-from ds_zipccl.comm.context import Call
+from ds_zipccl.comm.context import Call, OpContext
 from ds_zipccl.comm.group_state import of_all_groups
 from ds_zipccl.telemetry import counters
 
 #: Address, elements and dtype of a shard: equal for repeated gathers into one output.
 _Key = tuple[int, int, torch.dtype]
+
+
+class Base(Protocol):
+    """The memory of an earlier gather, which ranks may hold. ``places`` are the output's shards, flat, one for each rank. On groups in the
+    order of streams shards go in full, except where the base is :data:`IN_PLACE`."""
+
+    def begin(self, ctx: OpContext, places: Sequence[torch.Tensor], buffers: PooledBuffers) -> torch.Tensor | None:
+        """Copy the shards of other ranks, as far as this rank holds them, to their places. Return the own shard of the last gather, flat,
+        or None without a last gather. Only the gather itself may change the places and the returned shard until the gather is over."""
+        ...
+
+    def end(self, ctx: OpContext, places: Sequence[torch.Tensor], last: torch.Tensor | None) -> None:
+        """Hold the contents of ``places`` from now on: the gather has succeeded. ``last`` is the result of :meth:`begin`, and may be
+        overwritten."""
+        ...
+
+    def abandon(self, ctx: OpContext) -> None:
+        """Drop the base after a failed gather of this rank; does not block."""
+        return
+
+    def token(self) -> Hashable:
+        """Return a value that tells bases apart, equally on all ranks; None where no value does."""
+        return None
 
 
 class _Copy(NamedTuple):
@@ -34,10 +57,11 @@ class Sent(dict[_Key, _Copy]):
         return self
 
 
-class InPlaceBase:
+class InPlaceBase(Base):
     """The output itself as a base. The output still holds the result of the last gather, as in ZeRO-1 and ZeRO-2.
 
-    Each rank keeps a copy of the shard that it sent, as long as the output's memory lives: one copy of its own shards.
+    Each rank keeps a copy of the shard that it sent, as long as the output's memory lives: one copy of its own shards. There is no token,
+    because addresses differ from rank to rank.
     """
 
     def __init__(self) -> None:
@@ -51,8 +75,7 @@ class InPlaceBase:
     def begin(
         self, ctx: Call, places: Sequence[torch.Tensor], buffers: PooledBuffers | None = None
     ) -> torch.Tensor | None:
-        """See :class:`.request.Base`. The copy is not kept here until the gather has succeeded, because after an error the contents
-        of the peers are unknown."""
+        # no copy is kept until the gather has succeeded, because after an error the contents of the peers are unknown
         with self._lock:
             sent = ctx.state.of(Sent)
             for one in (sent, *of_all_groups(Sent)):
@@ -61,7 +84,6 @@ class InPlaceBase:
         return None if last is None else last.shard
 
     def end(self, ctx: Call, places: Sequence[torch.Tensor], last: torch.Tensor | None) -> None:
-        """See :class:`.request.Base`."""
         own = places[ctx.rank]
         shard = own.clone() if last is None else last.copy_(own)
         span = range(places[0].data_ptr(), places[-1].data_ptr() + places[-1].nbytes)
@@ -71,13 +93,6 @@ class InPlaceBase:
             for key in [key for key, one in sent.items() if one.span.start < span.stop and span.start < one.span.stop]:
                 del sent[key]
             sent[_key(places)] = _Copy(shard, StorageWeakRef(own.untyped_storage()), span)
-
-    def abandon(self, ctx: Call) -> None:
-        """See :class:`.request.Base`."""
-
-    def token(self) -> Hashable:
-        """See :class:`.request.Base`. Return None: addresses differ from rank to rank."""
-        return None
 
 
 def _key(places: Sequence[torch.Tensor]) -> _Key:

@@ -15,6 +15,8 @@ from enum import Enum
 
 from ds_zipccl.comm.bases.shared import BaseSlot
 
+#: Name of agreements in messages and counters, and the operation whose differences are counted.
+AGREEMENT, GATHER = "agreement", "all_gather_into_tensor"
 #: Reasons for which shards go in full.
 NOTHING_THERE, SOMETHING_ELSE = "nothing was gathered there", "a rank holds something else"
 

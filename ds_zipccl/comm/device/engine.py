@@ -10,7 +10,7 @@ import torch
 from ds_zipccl import devices, tensors
 from ds_zipccl.comm.bases.in_place import InPlaceBase
 from ds_zipccl.comm.device import gather, sizes, sums
-from ds_zipccl.comm.device.bases import agreed, in_place
+from ds_zipccl.comm.device.bases import agreed
 from ds_zipccl.comm.device.choice import reason_to_pass
 from ds_zipccl.comm.device.context import DeviceContext
 from ds_zipccl.comm.device.exchange import exchange_even, exchange_uneven, pays_now
@@ -125,7 +125,7 @@ def _gather_shards(ctx: DeviceContext, request: Request, inputs: Tensors, output
     if request.agreed:
         agreed.gather_parameters(ctx, inputs[0], outputs[0], request.agreed)
     elif isinstance(request.base, InPlaceBase) and ctx.with_base:
-        in_place.gather(ctx, shards[0], request.base)
+        gather.gather_in_place(ctx, shards[0], request.base)
     else:
         gather.gather(ctx, shards)
 

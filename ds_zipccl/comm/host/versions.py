@@ -31,7 +31,7 @@ import torch.distributed as dist
 
 from ds_zipccl import tensors
 from ds_zipccl.comm.bases.shared import BaseSlot
-from ds_zipccl.comm.bases.state import NOTHING_THERE, SOMETHING_ELSE, Versioned, Way
+from ds_zipccl.comm.bases.state import AGREEMENT, GATHER, NOTHING_THERE, SOMETHING_ELSE, Versioned, Way
 from ds_zipccl.comm.context import Call, OpContext
 from ds_zipccl.comm.group_state import region_hash
 from ds_zipccl.comm.host.pipeline import swap
@@ -39,8 +39,6 @@ from ds_zipccl.comm.work import CommError, Work
 from ds_zipccl.config import ZipcclConfig
 from ds_zipccl.telemetry import counters
 
-#: Name of agreements in messages and counters, and the operation whose differences are counted.
-NAME, GATHER = "agreement", "all_gather_into_tensor"
 #: Copies of one base between two comparisons (seed: more than a step of four batches makes; a program without steps looks as often).
 COPIES = 16
 #: Agreements in which a whole base is hashed once, part by part, and the least bytes of a part (seeds: hashing costs less than comparing).
@@ -265,16 +263,16 @@ class Keeper:
 
     def error(self, problem: str) -> CommError:
         """Return an error with the group, this rank and the problem."""
-        return Call(NAME, self._group, self._config, self._role).error(problem)
+        return Call(AGREEMENT, self._group, self._config, self._role).error(problem)
 
     def _tell(self, words: Sequence[Sequence[int]]) -> list[list[list[int]]]:
         """Return what every rank says of each parameter, ``[parameters, ranks, numbers]``. A collective; blocks."""
         with torch.inference_mode(), tensors.undisturbed():
-            ctx = OpContext(NAME, self._group, self._config, self._role, "raw", tensors.CPU)
+            ctx = OpContext(AGREEMENT, self._group, self._config, self._role, "raw", tensors.CPU)
             mine = tensors.of_numbers(words, torch.int64)
             own = mine.view(-1).view(torch.uint8)
             heard = swap(ctx, 0, ctx.peers, own, own.numel()) | {ctx.rank: own}
-            counters.record(self._role, NAME, 0, ctx.wire_bytes)
+            counters.record(self._role, AGREEMENT, 0, ctx.wire_bytes)
             said = torch.stack([heard[rank] for rank in range(ctx.size)]).view(torch.int64)
             found: list[list[list[int]]] = said.view(ctx.size, *mine.shape).transpose(0, 1).tolist()
             return found

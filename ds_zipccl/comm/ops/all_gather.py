@@ -9,11 +9,12 @@ import torch
 import torch.distributed as dist
 from typing_extensions import Unpack
 
+from ds_zipccl.comm.bases.in_place import Base
 from ds_zipccl.comm.decision import decide
 from ds_zipccl.comm.engine import Agreed
 from ds_zipccl.comm.execution import execute, pass_small, run, sent_to_peers
 from ds_zipccl.comm.group_state import group_size
-from ds_zipccl.comm.request import Base, CallOptions, ExactOptions, Options, Request, is_small
+from ds_zipccl.comm.request import CallOptions, ExactOptions, Options, Request, is_small
 from ds_zipccl.comm.work import JoinedWork
 
 
@@ -75,8 +76,6 @@ def all_gather_into_tensor(
             f"{name}: got lossy={request.lossy} beside a base or agreed sizes, which are for parameters and exact; "
             "leave one of them out"
         )
-    if base is not None:
-        request.based, request.token = True, base.token()
     if agreed and sum(one.numel for one in agreed) != input_tensor.numel():
         raise ValueError(
             f"agreed: the parameters have {[one.numel for one in agreed]} elements, the input has {input_tensor.numel()}; "

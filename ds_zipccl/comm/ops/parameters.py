@@ -13,10 +13,10 @@ import torch.distributed as dist
 
 from ds_zipccl import tensors
 from ds_zipccl.comm import engine, work
-from ds_zipccl.comm.bases.state import Way
+from ds_zipccl.comm.bases.state import AGREEMENT, GATHER, Way
 from ds_zipccl.comm.context import Call, OpContext
 from ds_zipccl.comm.decision import decide
-from ds_zipccl.comm.engine import GATHER, Agreed, Kept, SharedBase, agreed
+from ds_zipccl.comm.engine import Agreed, Kept, SharedBase
 from ds_zipccl.comm.execution import execute, sent_to_peers
 from ds_zipccl.comm.group_state import group_state, resolve_group
 from ds_zipccl.comm.ops.all_gather import request_shards
@@ -24,9 +24,6 @@ from ds_zipccl.comm.request import CallOptions, Request, equal_shards
 from ds_zipccl.comm.shadow_check import Shadow
 from ds_zipccl.config import DEFAULT, ZipcclConfig
 from ds_zipccl.telemetry import counters
-
-#: Name of agreements in messages and counters.
-NAME = "agreement"
 
 
 def agree_sizes(
@@ -72,31 +69,9 @@ def agree_sizes(
         return 0
     with torch.inference_mode(), tensors.undisturbed():
         device = coded[0][1].device
-        return agreed.agree_all(engine.DeviceContext(NAME, resolve_group(group), config, role, codec, device), coded)
-
-
-def check_frames(
-    device: torch.device,
-    group: dist.ProcessGroup | None = None,
-    *,
-    config: ZipcclConfig = DEFAULT,
-    role: str = "zero_param",
-) -> None:
-    """Raise if a rank of the group has refused a frame, on any group, so far. A collective; the host waits once.
-
-    Nothing happens where the group has not gathered with ``agreed`` since its last call of this function, or agreement.
-
-    Args:
-        device: has the tensors of the operations. The group's backend for the device is one in the order of streams.
-
-    Raises:
-        CommError: a frame was refused, or a rank did not come within the group's timeout. All ranks raise.
-    """
-    state = group_state(group)
-    if state is None or agreed.is_checked(state):
-        return
-    with torch.inference_mode(), tensors.undisturbed():
-        agreed.check(engine.DeviceContext(NAME, resolve_group(group), config, role, config.codec, device))
+        return engine.agree_all(
+            engine.DeviceContext(AGREEMENT, resolve_group(group), config, role, codec, device), coded
+        )
 
 
 class Part(NamedTuple):
@@ -201,12 +176,9 @@ class _Gather:
         for one in filled.values():
             one.fill()
         base = SharedBase([slot for one in filled.values() if (slot := one.slot()) is not None]) if filled else None
-        based = base if len(filled) == len(self.rest) else None
-        if based is not None:
-            request.based, request.token, request.base = True, based.token(), based
-        choice, fills = decide(request), base is not None
-        if choice.decision.with_base and based is not None:
-            fills = False  # the schedule does
+        request.base = base if len(filled) == len(self.rest) else None
+        choice = decide(request)
+        fills = base is not None and not choice.decision.with_base  # such a schedule does
         ctx = _raw_context(self._call) if fills else None
         telling = functools.partial(_telling, base, ctx, None if self._check is None else self._check[0])
 

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -26,7 +26,7 @@ import torch
 from ds_zipccl import comm
 from ds_zipccl.comm import Agreed, Keeper, Kept
 from ds_zipccl.comm.engine import COPIES
-from ds_zipccl.comm.group_state import group_state
+from ds_zipccl.comm.group_state import GroupState, group_state
 from ds_zipccl.config import ZipcclConfig
 from ds_zipccl.integration import hook_points
 from ds_zipccl.integration.zero import gathers
@@ -36,32 +36,22 @@ from ds_zipccl.policy import admission
 #: Classes, by name, that change parameters in ways that are known here. Other subclasses may change them in the background; SuperOffload's
 #: processes change the optimizer's own copies, and its step the shards.
 _KNOWN = ("DeepSpeedZeroOptimizer_Stage3", "SuperOffloadOptimizer_Stage3", "DeepSpeedZeRoOffload")
+#: Partition group -> its state, and its parameters with their names, in the order of their numbers, which is the same on all ranks.
+_Groups = dict[Any, tuple[GroupState, list[tuple[str, Any]]]]
 
 
 class Versions:
-    """The parameters of one engine, all of them in the order of their numbers, which is the same on all ranks, by partition group.
+    """The parameters of one engine.
 
-    ``streams``: the groups in the order of streams. ``steps``: the engine has optimizer steps, before which bases are checked. Without
-    steps each pass is an evaluation, and the keepers count copies.
+    ``steps``: the engine has optimizer steps, before which bases are checked. Without steps each pass is an evaluation, and the keepers
+    count copies.
     """
 
-    def __init__(
-        self,
-        named: Sequence[tuple[str, Any]],
-        config: ZipcclConfig,
-        device: torch.device,
-        streams: Container[Any],
-        steps: bool,
-    ) -> None:
+    def __init__(self, named: _Groups, config: ZipcclConfig, device: torch.device, steps: bool) -> None:
         self._config, self._device = config, device
-        self.parameters = [param for _, param in named]
-        groups: dict[Any, list[tuple[str, Any]]] = {}
-        for name, param in named:
-            groups.setdefault(param.ds_process_group, []).append((name, param))
-        # The largest first: its ranks learn of failures in smaller groups at once.
-        ordered = sorted(groups.items(), key=lambda item: -getattr(group_state(item[0]), "size", 0))
-        self._groups = [(group, [param for _, param in some]) for group, some in ordered if group in streams]
-        self._keepers: list[Keeper] = []
+        self.parameters = [param for _, some in named.values() for _, param in some]
+        self._groups: list[tuple[Any, list[Any]]] = []  # in the order of streams
+        self._keepers: list[Keeper] = []  # of the others
         self._outermost: Any = None  # the module whose call is the pass that runs now
         #: Outermost modules -> handles of the hooks that tell the end of their calls.
         self.left: dict[Any, Any] = {}
@@ -70,15 +60,15 @@ class Versions:
         self._stepping = False  # a training pass has gathered since the last step
         #: Parameters are gathered for a save, which has agreed on all of them.
         self.saving = False
-        for group, some in ordered:
-            if group in streams:
-                for name, param in some:
-                    setattr(param, STATE, Agreed(name, param.ds_tensor.ds_numel, gathers.gathered_dtype(param)))
-                continue
-            keeper = Keeper(group, config, copies=COPIES if steps else 1)
-            self._keepers.append(keeper)
+        # The largest first: its ranks learn of failures in smaller groups at once.
+        for group, (members, some) in sorted(named.items(), key=lambda item: -item[1][0].size):
+            keeper = None
+            if members.streams(device.type):
+                self._groups.append((group, [param for _, param in some]))
+            else:
+                self._keepers.append(keeper := Keeper(group, config, copies=COPIES if steps else 1))
             for name, param in some:
-                setattr(param, STATE, _kept(name, param, keeper))
+                setattr(param, STATE, _state_of(name, param, keeper))
         self._steps = steps and bool(self._keepers)
 
     def enter(self, module: torch.nn.Module) -> None:
@@ -148,8 +138,10 @@ class Versions:
         return on_device and not param.ds_persist
 
 
-def _kept(name: str, param: Any, keeper: Keeper) -> Kept:
-    """Return the versions of a parameter's base. They do not keep the parameter alive, as the parameter keeps them."""
+def _state_of(name: str, param: Any, keeper: Keeper | None) -> Agreed | Kept:
+    """Return a new state of a parameter. It does not keep the parameter alive, as the parameter keeps it."""
+    if keeper is None:
+        return Agreed(name, param.ds_tensor.ds_numel, gathers.gathered_dtype(param))
     found = weakref.ref(param)
 
     def shard() -> torch.Tensor | None:
@@ -177,22 +169,22 @@ def begin(optimizer: Any, named: Iterable[tuple[str, Any]], config: ZipcclConfig
     if not known or hook_points.lacking("versions"):
         return
 
-    found, streams = [], set()
-    for name, param in named:
-        members = group_state(param.ds_process_group) if hasattr(param, "ds_id") else None
+    found: _Groups = {}
+    partitioned = [(name, param) for name, param in named if hasattr(param, "ds_id")]
+    for name, param in sorted(partitioned, key=lambda one: int(one[1].ds_id)):
+        members = group_state(param.ds_process_group)
         if members is None or members.size == 1:
             continue
         if members.streams(device.type):
-            streams.add(param.ds_process_group)
             takes_part = config.nccl != "off"
         else:
             takes_part = bool(admission.difference_dtypes(device.type, members.backend(device.type)))
             takes_part &= param.ds_tensor.final_location != "nvme"  # a shard on disk cannot be compared
         if takes_part:
-            found.append((name, param))
+            found.setdefault(param.ds_process_group, (members, []))[1].append((name, param))
     if found:
         steps = hasattr(optimizer, "step")  # engines that only evaluate have another object in its place
-        versions = Versions(sorted(found, key=lambda one: int(one[1].ds_id)), config, device, streams, steps)
+        versions = Versions(found, config, device, steps)
         for one in (optimizer, _offload(optimizer), *versions.parameters):
             setattr(one, VERSIONS, versions)
         versions.agree()

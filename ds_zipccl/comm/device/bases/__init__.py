@@ -1,1 +1,1 @@
-"""Gathers as differences whose frames stay on a device: sizes agreed ahead, proofs, bases in the output."""
+"""Gathers as differences whose frames stay on a device: sizes agreed ahead, and proofs."""

@@ -6,7 +6,7 @@ hold as long as no rank changes its shard. This time is a *version* of the param
 
 A shard that is written to within a version is no wrong word: the encoder codes the words that are there. A frame that does not fit its slot
 has a flag in its header. Decoders on all other ranks refuse such a frame, write NaN, and report. The next agreement of any operation stops
-all ranks, and names the parameter; :func:`check` is such an agreement, for the moment before words are final.
+all ranks, and names the parameter; :func:`check_frames` makes such an agreement, for the moment before words are final.
 
 A parameter may have a base, see :mod:`.proof`. The agreement then has the sizes of differences and the proof too. The first gather of a
 version sends differences, or full frames where the proof fails, and the base keeps the result. Later gathers of the version send nothing:
@@ -21,16 +21,19 @@ from collections.abc import Hashable, Sequence
 from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 
+from ds_zipccl import tensors
 from ds_zipccl.comm.bases.shared import BaseSlot
-from ds_zipccl.comm.bases.state import NOTHING_THERE, SOMETHING_ELSE, Versioned, Way
+from ds_zipccl.comm.bases.state import AGREEMENT, NOTHING_THERE, SOMETHING_ELSE, Versioned, Way
 from ds_zipccl.comm.device import gather
 from ds_zipccl.comm.device.bases import proof
 from ds_zipccl.comm.device.context import DeviceContext
 from ds_zipccl.comm.device.gather import Piece, Plan, Shard
 from ds_zipccl.comm.device.sizes import agree
 from ds_zipccl.comm.device.streams import Stage
-from ds_zipccl.comm.group_state import GroupState
+from ds_zipccl.comm.group_state import GroupState, group_state, resolve_group
+from ds_zipccl.config import DEFAULT, ZipcclConfig
 from ds_zipccl.frame import HEADER_BYTES
 from ds_zipccl.kernels.cuda.jobs import MAX_JOBS
 from ds_zipccl.policy import wire
@@ -196,7 +199,11 @@ def _sizes(
                 numel += pieces[last][2].numel
                 last += 1
             words = [gather.part_of(own, piece).to(dtype) for own, _, piece in pieces[first:last]]
-            lasts = [gather.part_of(proof.own_words(base, ctx), piece) for _, base, piece in pieces[first:last] if base]
+            lasts = [
+                gather.part_of(proof.on_device(base.memory[ctx.rank], ctx), piece)
+                for _, base, piece in pieces[first:last]
+                if base
+            ]
             found.append(gather.encoded_sizes(ctx, words, lasts or None))
             first = last
         return torch.cat(found)
@@ -217,7 +224,7 @@ def gather_parameters(ctx: DeviceContext, own: torch.Tensor, whole: torch.Tensor
         agree_all(ctx, list(zip(parameters, own.split(list(shard.sizes)), strict=True)), own.dtype)
     unchecked = ctx.state.of(_Unchecked)
     if (unchecked.copies or 0) >= COPIES_UNCHECKED:
-        check(ctx)
+        _agreement(ctx, [])
     unchecked.copies = unchecked.copies or 0
     held = [one.base_of(kind) for one in parameters]
     ways = [Way.FULL if base is None else one.way for one, base in zip(parameters, held, strict=True)]
@@ -269,18 +276,28 @@ def _last_of(last: torch.Tensor, piece: Piece, shard: Shard) -> torch.Tensor:
     return last[begin : begin + piece.numel]
 
 
-def is_checked(group: GroupState) -> bool:
-    """Return whether no gather by agreed sizes has followed the group's last agreement; equal on all ranks."""
-    return group.of(_Unchecked).copies is None
+def check_frames(
+    device: torch.device,
+    group: dist.ProcessGroup | None = None,
+    *,
+    config: ZipcclConfig = DEFAULT,
+    role: str = "zero_param",
+) -> None:
+    """Raise if a rank of the group has refused a frame, on any group, so far. A collective; the host waits once.
 
+    Nothing happens where the group has not gathered with ``agreed`` since its last call of this function, or agreement.
 
-def check(ctx: DeviceContext) -> None:
-    """Raise if a rank has refused a frame so far. A collective of the group; one wait of the host.
+    Args:
+        device: has the tensors of the operations. The group's backend for the device is one in the order of streams.
 
     Raises:
-        CommError: a frame was refused, on whatever group of the device. All ranks raise.
+        CommError: a frame was refused, or a rank did not come within the group's timeout. All ranks raise.
     """
-    _agreement(ctx, [])
+    state = group_state(group)
+    if state is None or state.of(_Unchecked).copies is None:
+        return
+    with torch.inference_mode(), tensors.undisturbed():
+        _agreement(DeviceContext(AGREEMENT, resolve_group(group), config, role, config.codec, device), [])
 
 
 def _agreement(ctx: DeviceContext, words: Sequence[torch.Tensor]) -> list[int]:

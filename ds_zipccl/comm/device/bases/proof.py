@@ -43,17 +43,11 @@ def holds(words: Sequence[int]) -> bool:
     return all(most == ~inverted for most, inverted in zip(words[::2], words[1::2], strict=True))
 
 
-def own_words(base: BaseSlot, ctx: DeviceContext) -> torch.Tensor:
-    """Return this rank's shard of the last gather, on the device, ready on the encoding stream: the memory itself, or a copy."""
-    with ctx.streams.on(Stage.ENCODE):
-        return _on_device(base.memory[ctx.rank], ctx)
-
-
 def proof_of(base: BaseSlot, number: int, ctx: DeviceContext) -> torch.Tensor:
     """Return the proof of a whole base; of several ranks that share the memory one reads it. ``number`` tells bases apart."""
     with ctx.streams.on(Stage.ENCODE):
         if base.node_ranks[number % len(base.node_ranks)] == ctx.rank:
-            return proof(ctx, [_on_device(base.memory.view(-1), ctx)])
+            return proof(ctx, [on_device(base.memory.view(-1), ctx)])
         return tensors.filled(PROOF_WORDS, _LEAST, torch.int64, ctx.device)
 
 
@@ -82,7 +76,7 @@ def lay_out(bases: Sequence[tuple[BaseSlot, torch.Tensor]], ctx: DeviceContext) 
             else:
                 rows[: ctx.rank].copy_(base.memory[: ctx.rank])
                 rows[ctx.rank + 1 :].copy_(base.memory[ctx.rank + 1 :])
-            own.append(_on_device(base.memory[ctx.rank], ctx))
+            own.append(on_device(base.memory[ctx.rank], ctx))
     if bases:
         ctx.streams.order(Stage.ENCODE, Stage.DECODE)
     return own
@@ -128,7 +122,7 @@ def is_away(base: BaseSlot, ctx: DeviceContext) -> bool:
     return base.memory.device.type != ctx.device.type
 
 
-def _on_device(words: torch.Tensor, ctx: DeviceContext) -> torch.Tensor:
+def on_device(words: torch.Tensor, ctx: DeviceContext) -> torch.Tensor:
     """Return words of a base on the device. A copy is made on the current stream."""
     if words.device.type == ctx.device.type:
         return words
