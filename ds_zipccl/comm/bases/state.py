@@ -1,11 +1,7 @@
 """The state of a parameter that is gathered again and again: one machine, in which each engine proves bases in its own way.
 
-A *version* is the time in which no rank changes its shard. In a version the state goes from full to copy:
-
-- In groups in the order of streams an agreement begins the version: with differences if all ranks prove to hold one base, otherwise in
-  full. The first gather fills the base, and the next ones copy it.
-- In groups that exchange messages the version begins in full: the gather itself finds whether all ranks hold one base. It fills the base,
-  and would send no difference the next time. An agreement that proves this makes the next gathers copies.
+A *version* is the time in which no rank changes its shard. In a version the state goes to copies: by an agreement that begins the version
+and the gather after it (:mod:`.device.bases.agreed`), or by a gather and the agreement after it (:mod:`.host.versions`).
 """
 
 from __future__ import annotations

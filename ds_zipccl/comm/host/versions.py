@@ -246,8 +246,15 @@ class Keeper:
         words = [_claims(found, dist.get_rank(self._group))]
         if audits:
             words.append([one.audit(whole) for one in found])
-        said = self._tell(list(zip(*words, strict=True)))
-        return [one.weigh(*zip(*words, strict=True)) for one, words in zip(found, said, strict=True)]
+        with torch.inference_mode(), tensors.undisturbed():
+            ctx = OpContext(AGREEMENT, self._group, self._config, self._role, "raw", tensors.CPU)
+            mine = tensors.of_numbers(list(zip(*words, strict=True)), torch.int64)
+            own = mine.view(-1).view(torch.uint8)
+            heard = swap(ctx, 0, ctx.peers, own, own.numel()) | {ctx.rank: own}
+            counters.record(self._role, AGREEMENT, 0, ctx.wire_bytes)
+            ranks = torch.stack([heard[rank] for rank in range(ctx.size)]).view(torch.int64)
+            said = ranks.view(ctx.size, *mine.shape).transpose(0, 1).tolist()  # [parameters, ranks, numbers]
+        return [one.weigh(*zip(*numbers, strict=True)) for one, numbers in zip(found, said, strict=True)]
 
     def check(self) -> None:
         """Raise if a parameter has changed since its base was copied. A collective if a base was copied since the last one; blocks.
@@ -264,18 +271,6 @@ class Keeper:
     def error(self, problem: str) -> CommError:
         """Return an error with the group, this rank and the problem."""
         return Call(AGREEMENT, self._group, self._config, self._role).error(problem)
-
-    def _tell(self, words: Sequence[Sequence[int]]) -> list[list[list[int]]]:
-        """Return what every rank says of each parameter, ``[parameters, ranks, numbers]``. A collective; blocks."""
-        with torch.inference_mode(), tensors.undisturbed():
-            ctx = OpContext(AGREEMENT, self._group, self._config, self._role, "raw", tensors.CPU)
-            mine = tensors.of_numbers(words, torch.int64)
-            own = mine.view(-1).view(torch.uint8)
-            heard = swap(ctx, 0, ctx.peers, own, own.numel()) | {ctx.rank: own}
-            counters.record(self._role, AGREEMENT, 0, ctx.wire_bytes)
-            said = torch.stack([heard[rank] for rank in range(ctx.size)]).view(torch.int64)
-            found: list[list[list[int]]] = said.view(ctx.size, *mine.shape).transpose(0, 1).tolist()
-            return found
 
 
 def _claims(found: Sequence[Kept], rank: int) -> list[int]:
