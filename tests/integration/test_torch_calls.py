@@ -16,7 +16,7 @@ import megatron
 import pytest
 import torch
 import torch.distributed as dist
-from engines import ADAM, Lab, rank_program, sha256
+from engines import ADAM, Lab, digest, rank_program
 from programs import launch, reference
 
 from ds_zipccl.integration import torch_calls
@@ -51,7 +51,7 @@ def training(lab: Lab, by_rows: bool, pipeline: bool = False) -> None:
         f"{row['role']} {row['op']}": {key: row[key] for key in ("calls", "ratio", "reasons")}
         for row in counters.rows()
     }
-    lab.phases.append({"sha256": sha256(engine.module), "rows": rows})
+    lab.phases.append({"sha256": digest(engine.module.parameters()), "rows": rows})
 
 
 def calls(lab: Lab) -> None:
