@@ -178,11 +178,6 @@ def surround(name: str, holder: Any) -> None:
 _signature = functools.cache(inspect.signature)
 
 
-def after_calls(module: torch.nn.Module, function: Callable[[], None]) -> Any:
-    """Run a function after each call of a module, also after one that raises. Return a handle with ``remove``."""
-    return module.register_forward_hook(lambda *call: function(), always_call=True)
-
-
 def arguments(function: Callable[..., Any], *args: Any, **kwargs: Any) -> dict[str, Any]:
     """Return the arguments of a call by name, defaults included.
 

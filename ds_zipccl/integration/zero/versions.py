@@ -77,7 +77,7 @@ class Versions:
         if nested or not self._steps or torch._C._current_graph_task_id() != -1:
             return
         if module not in self.left:
-            self.left[module] = hook_points.after_calls(module, self._leave)
+            self.left[module] = module.register_forward_hook(lambda *call: self._leave(), always_call=True)
         self._outermost, self._passes = module, self._passes + 1
         self._evaluates = not (module.training and torch.is_grad_enabled())
 
