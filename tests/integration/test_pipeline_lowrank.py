@@ -142,7 +142,7 @@ def messages(lab: Lab) -> None:
         "plain": {},
         "small": {"min_bytes": 1 << 30},
     }
-    faster = mock.patch.object(p2p, "_decide", lambda *given: Decision.passing(PassReason.LINK_IS_FASTER))
+    faster = mock.patch.object(p2p, "decide_message", lambda *given: Decision.passing(PassReason.LINK_IS_FASTER))
     found = {}
     for way, more in ways.items():
         config, digests = parse_section(SECTION | {"roles": {}} | more), []

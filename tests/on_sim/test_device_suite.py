@@ -111,6 +111,7 @@ UNDRAWN = {
     ("sizes", "finish"): "for the end of an engine",
     ("exchange", "_apart"): "for exchanges in place: test_device_exchange.py",
     ("exchange", "exchange_even"): "as above",
+    ("gather", "gather_in_place"): "for differences from a gather that nobody has waited for, which no program makes",
     ("sums", "plain_to_owners"): "sums of the backend have no order of their own to compare with: test_device_sums.py",
     ("sums", "_scattered"): "as above",
     ("sums", "_reduced"): "as above",
