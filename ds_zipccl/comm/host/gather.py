@@ -12,7 +12,7 @@ A :class:`.in_place.Base` knows the memory of the base.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 
 import torch
 
@@ -73,7 +73,10 @@ def gather(
 @contextmanager
 def open_gather(ctx: OpContext, index: int, coming: Sequence[Fragments]) -> Iterator[Gathering]:
     """Open the exchanges of a gather, from ``index`` on. ``coming[r]``: the places of rank r."""
-    with open_exchange(ctx, index) as across, open_exchange(ctx, index + 1) as inside:
+    with (
+        open_exchange(ctx, index) as across,
+        open_exchange(ctx, index + 1) if ctx.nodes else nullcontext(across) as inside,
+    ):
         yield Gathering(ctx, across, inside, coming)
 
 
