@@ -9,12 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 
-@dataclass(frozen=True)
-class Hint:
+class Hint(NamedTuple):
     """``parameters``: of ZeRO-3 by number, asked for and not gathered yet, in DeepSpeed's order. ``bucket``: of gradients that are about to
     be all-reduced, see :class:`.zero.buckets.Bucket`. A call takes what it uses out of these two.
 
@@ -30,8 +28,8 @@ class Hint:
     that is taking an optimizer step; 0: no engine is.
     """
 
-    parameters: dict[int, Any] = field(default_factory=dict)
-    bucket: list[Any] = field(default_factory=list)
+    parameters: dict[int, Any] = {}  # the defaults stay empty: calls only take from these two
+    bucket: list[Any] = []
     coming: Iterator[str] | None = None
     kind: str = ""
     replicated: bool = False
@@ -50,7 +48,7 @@ current = _current.get
 @contextmanager
 def hinting(**told: Any) -> Iterator[None]:
     """Let the fields ``told`` of :class:`Hint` hold in the ``with`` block; the others stay."""
-    token = _current.set(replace(_current.get(), **told))
+    token = _current.set(_current.get()._replace(**told))
     try:
         yield
     finally:

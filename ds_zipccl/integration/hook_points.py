@@ -12,7 +12,7 @@ import importlib
 import importlib.metadata
 import inspect
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -164,7 +164,7 @@ def surround(name: str, holder: Any) -> None:
     if point.untraced:
         _untraced.extend((around, method))
         if _skipping:
-            skip_frames()
+            _skip((around, method))
     if isinstance(holder, dict):
         holder[next(key for key in holder if key.__name__ == last)] = method
     else:
@@ -249,10 +249,12 @@ def skip_frames() -> None:
     Imports torch's compiler, which takes seconds: only jobs that code messages call."""
     global _skipping
     _skipping = True
-    for function in _untraced:
-        torch.compiler.disable(
-            function, recursive=False
-        )  # marks the code of the function, and returns the function itself
+    _skip(_untraced)
+
+
+def _skip(functions: Iterable[Callable[..., Any]]) -> None:
+    for function in functions:
+        torch.compiler.disable(function, recursive=False)  # marks its code, and returns the function itself
 
 
 def outside_graphs(function: Callable[..., Any]) -> Callable[..., Any]:

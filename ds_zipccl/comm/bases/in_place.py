@@ -77,10 +77,9 @@ class InPlaceBase(Base):
     ) -> torch.Tensor | None:
         # no copy is kept until the gather has succeeded, because after an error the contents of the peers are unknown
         with self._lock:
-            sent = ctx.state.of(Sent)
-            for one in (sent, *of_all_groups(Sent)):
-                one.prune()
-            last = sent.pop(_key(places), None)
+            for sent in of_all_groups(Sent):
+                sent.prune()
+            last = ctx.state.of(Sent).pop(_key(places), None)
         return None if last is None else last.shard
 
     def end(self, ctx: Call, places: Sequence[torch.Tensor], last: torch.Tensor | None) -> None:

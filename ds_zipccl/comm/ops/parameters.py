@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from ds_zipccl import tensors
 from ds_zipccl.comm import engine, work
-from ds_zipccl.comm.bases.state import AGREEMENT, GATHER, Way
+from ds_zipccl.comm.bases.state import GATHER, Way
 from ds_zipccl.comm.context import Call, OpContext
 from ds_zipccl.comm.decision import decide
 from ds_zipccl.comm.engine import Agreed, Kept, SharedBase
@@ -56,22 +56,15 @@ def agree_sizes(
     codec: str = config.codec
     for dtype, some in found.items():
         like = tensors.empty(0, dtype, some[0][1].device)
-        request = request_shards(
-            GATHER, [like], [like], group, False, CallOptions(config, role)
-        )  # decided on, not executed
+        # decided on, not executed
+        request = request_shards(GATHER, [like], [like], group, False, CallOptions(config, role))
         numel = sum(words.numel() for _, words in some)
         request.numel, request.sent = numel * state.size, numel * (state.size - 1)
         decision = decide(request).decision
         if decision.on_device and decision.codec != "raw":
             codec = decision.codec
             coded += some
-    if not coded:
-        return 0
-    with torch.inference_mode(), tensors.undisturbed():
-        device = coded[0][1].device
-        return engine.agree_all(
-            engine.DeviceContext(AGREEMENT, resolve_group(group), config, role, codec, device), coded
-        )
+    return engine.agree_ahead(coded, resolve_group(group), config, role, codec) if coded else 0
 
 
 class Part(NamedTuple):

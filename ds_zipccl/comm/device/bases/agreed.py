@@ -276,6 +276,18 @@ def _last_of(last: torch.Tensor, piece: Piece, shard: Shard) -> torch.Tensor:
     return last[begin : begin + piece.numel]
 
 
+def agree_ahead(
+    parameters: Sequence[tuple[Agreed, torch.Tensor]],
+    group: dist.ProcessGroup,
+    config: ZipcclConfig,
+    role: str,
+    codec: str,
+) -> int:
+    """Agree as :func:`agree_all`, outside of an operation. A collective."""
+    with torch.inference_mode(), tensors.undisturbed():
+        return agree_all(DeviceContext(AGREEMENT, group, config, role, codec, parameters[0][1].device), parameters)
+
+
 def check_frames(
     device: torch.device,
     group: dist.ProcessGroup | None = None,
