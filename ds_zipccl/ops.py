@@ -118,6 +118,10 @@ class Op:
     :data:`TRAFFIC`; "" for operations without a predicted cost. ``one_sided``: some ranks need no data of other ranks, and must not wait
     for them. ``by_node``: a schedule by node exists that has the same bits. ``coded``: a schedule with frames exists.
     ``point_to_point``: one sender and one receiver. ``on_device``: a schedule in the order of a device's streams exists.
+
+    ``memory_order``: elements count in memory order, as in gloo's sums and broadcasts. ``flat``: only the number of elements of a tensor
+    matters, not its shape. ``plain_fits``: the plain collective takes all arguments that ours takes. ``plain``: the kind of the plain
+    collective where ours sends less than it, even before compression: then the plain collective's bytes count as logical bytes.
     """
 
     parameters: tuple[str, ...]
@@ -127,6 +131,16 @@ class Op:
     coded: bool = True
     point_to_point: bool = False
     on_device: bool = False
+    memory_order: bool = False
+    flat: bool = False
+    plain_fits: bool = True
+    plain: str = ""
+
+    def sent_bytes(self, nbytes: int, ranks: int) -> int:
+        """Return the bytes of a message of ``nbytes`` that each of ``ranks`` ranks sends in the plain collective; of the sending rank where
+        some ranks only receive."""
+        times = 2 if (self.plain or self.traffic) == "all_reduce" else 1
+        return nbytes if self.one_sided else times * nbytes * (ranks - 1) // max(1, ranks)
 
 
 _REDUCE = ("op", "group", "async_op")
@@ -134,24 +148,32 @@ _REDUCE = ("op", "group", "async_op")
 OPS: dict[str, Op] = {
     "all_gather": Op(("tensor_list", "tensor", "group", "async_op"), "all_gather", by_node=True, on_device=True),
     "all_gather_into_tensor": Op(
-        ("output_tensor", "input_tensor", "group", "async_op"), "all_gather", by_node=True, on_device=True
+        ("output_tensor", "input_tensor", "group", "async_op"), "all_gather", by_node=True, on_device=True, flat=True
     ),
     "all_gather_coalesced": Op(
-        ("output_tensors", "input_tensors", "group", "async_op"), "all_gather", by_node=True, on_device=True
+        ("output_tensors", "input_tensors", "group", "async_op"), "all_gather", by_node=True, on_device=True, flat=True
     ),
     "reduce_scatter": Op(("output", "input_list", *_REDUCE), "reduce_scatter", on_device=True),
-    "reduce_scatter_tensor": Op(("output_tensor", "input_tensor", *_REDUCE), "reduce_scatter", on_device=True),
-    "reduce": Op(("tensor", "dst", *_REDUCE), one_sided=True),
-    "all_reduce": Op(("tensor", *_REDUCE), "all_reduce", on_device=True),
+    "reduce_scatter_tensor": Op(
+        ("output_tensor", "input_tensor", *_REDUCE), "reduce_scatter", on_device=True, flat=True
+    ),
+    "reduce": Op(("tensor", "dst", *_REDUCE), one_sided=True, memory_order=True),
+    "all_reduce": Op(("tensor", *_REDUCE), "all_reduce", on_device=True, memory_order=True),
+    # not in memory order: the plain all-reduce of several tensors lays copies end to end
     "all_reduce_coalesced": Op(("tensors", *_REDUCE), "all_reduce", on_device=True),
-    "all_to_all": Op(("output_tensor_list", "input_tensor_list", "group", "async_op"), "all_to_all", on_device=True),
+    "all_to_all": Op(
+        ("output_tensor_list", "input_tensor_list", "group", "async_op"),
+        "all_to_all",
+        on_device=True,
+        plain_fits=False,  # gloo refuses sizes that differ
+    ),
     "all_to_all_single": Op(
         ("output", "input", "output_split_sizes", "input_split_sizes", "group", "async_op"),
         "all_to_all",
         by_node=True,
         on_device=True,
     ),
-    "broadcast": Op(("tensor", "src", "group", "async_op"), "broadcast", one_sided=True),
+    "broadcast": Op(("tensor", "src", "group", "async_op"), "broadcast", one_sided=True, memory_order=True),
     "send": Op(("tensor", "dst", "group", "tag"), point_to_point=True),
     "recv": Op(("tensor", "src", "group", "tag"), point_to_point=True),
     "isend": Op(("tensor", "dst", "group", "tag"), point_to_point=True),
@@ -160,5 +182,7 @@ OPS: dict[str, Op] = {
     "scatter": Op(("tensor", "scatter_list", "src", "group", "async_op"), coded=False),
     "inference_all_reduce": Op(("tensor", "op", "group"), coded=False),
     # this package's own operation: an all-reduce of a gradient bucket that sends each slice of the sum to its owners
-    "reduce_to_owners": Op(("tensor", "owners", "op", "group"), "reduce_scatter", on_device=True),
+    "reduce_to_owners": Op(
+        ("tensor", "owners", "op", "group"), "reduce_scatter", on_device=True, memory_order=True, plain="all_reduce"
+    ),
 }

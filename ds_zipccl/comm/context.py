@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -159,21 +159,28 @@ class OpContext(Call):
         """Return the global rank of ``peer``, a rank of this group."""
         return dist.get_global_rank(self.group, peer)
 
-    @contextmanager
-    def naming(self, doing: str, peer: int | None = None) -> Iterator[None]:
+    def naming(self, doing: str, peer: int | None = None) -> _Naming:
         """Add the operation, the action ``doing`` and ``peer``, a group rank, to errors of the transport. ``peer`` is None where the
         action names the rank.
 
         Raises:
             CommError: from the transport's error.
         """
-        try:
-            yield
-        except CommError:
-            raise
-        except RuntimeError as error:
-            name = "" if peer is None else f" global rank {self.global_rank(peer)}"
-            raise self.error(f"{doing}{name}: {error}") from error
+        return _Naming(self, doing, peer)
+
+
+class _Naming(NamedTuple):  # no generator: every message enters several, and a generator takes twice the calls
+    ctx: OpContext
+    doing: str
+    peer: int | None
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, RuntimeError) and not isinstance(error, CommError):
+            name = "" if self.peer is None else f" global rank {self.ctx.global_rank(self.peer)}"
+            raise self.ctx.error(f"{self.doing}{name}: {error}") from error
 
 
 class Told:

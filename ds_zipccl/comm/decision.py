@@ -6,8 +6,7 @@ import functools
 import json
 from collections.abc import Hashable, Sequence
 from dataclasses import asdict, replace
-from operator import attrgetter
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -27,8 +26,6 @@ from ds_zipccl.policy.admission import Decision, Message, PassReason
 from ds_zipccl.policy.cost_model import LinkProfile
 from ds_zipccl.telemetry import counters
 
-#: What of a request decides, besides the kind of its tensors, the name of its reduction, the number of its nodes and its config.
-_DECIDING = attrgetter("op", "numel", "role", "tolerance", "based", "plain_sums", "kind", "again", "lossy")
 #: Kinds of messages whose decisions are remembered for each group (admission: programs repeat themselves).
 REMEMBERED = 4096
 
@@ -58,9 +55,11 @@ def decide(request: Request) -> Choice:
             it sends.
         CommError: the measured times of a rank did not arrive; or a graph is being captured, and frames cannot be in it.
     """
+    request.group = resolve_group(request.group)
     state = group_state(request.group)
     if state is None:
         return Choice(Decision.passing(PassReason.NOT_A_MEMBER))
+    request.prepare()
     tensor = request.tensor
     if tensors.is_traced(type(tensor)):
         return Choice(Decision.passing(PassReason.TRACED))
@@ -68,7 +67,7 @@ def decide(request: Request) -> Choice:
     problem = (request.problem or _mixture(request)) if admitted.frames else ""
     if problem:
         raise ValueError(f"{request.op}: {problem}")
-    if admitted.frames and resolve_group(request.group) in c10d._world.pg_coalesce_state:
+    if admitted.frames and request.group in c10d._world.pg_coalesce_state:
         return Choice(Decision.passing(PassReason.COALESCED))  # torch keeps some calls of our schedules for later too
     reason = engine.engine_of(state, tensor.device.type).passes_now(request) if admitted.frames else None
     if reason is not None:
@@ -117,58 +116,40 @@ def _follow_link(request: Request, state: GroupState, tuner: Tuner, seconds: flo
 
 def _remembered(request: Request, kind: TensorKind, state: GroupState) -> tuple[Decision, Tuner | TunersBySize | None]:
     """Return the decision for a request on tensors of a kind, and the tuner that may change the decision from call to call."""
-    name = "" if request.reduce_op is None else reduce_op_name(request.reduce_op)
+    summed, (config, role, _, lossy, exchange) = request.sum, request.options
+    name, nodes = "" if summed.op is None else reduce_op_name(summed.op), len(summed.nodes)
+    facts = (request.based, request.plain_sums, lossy, exchange, request.again)
     # configs are compared by identity, which is cheap; the entry keeps the config alive
-    key = (*_DECIDING(request), kind, name, len(request.nodes), id(request.config))
+    key = (request.op, request.numel, role, kind, name, nodes, summed.tolerance, facts, id(config))
     decisions = state.of(DecisionMemory).decisions
     found = decisions.get(key)
     if found is None:
         if len(decisions) >= REMEMBERED:
             decisions.clear()
-        message = replace(
-            _message_of(request.op, kind, request.numel, state, request.role),
-            reduce_op=name or None,
-            nodes=len(request.nodes),
-            based=request.based,
-            plain_sums=request.plain_sums,
-            lossy=request.lossy,
-            kind=request.kind,
-            again=request.again,
-        )
-        found = decisions[key] = (*_decide(request, message, state), request.config)
+        message = _message_of(request.op, kind, request.numel, state, role, name or None, nodes, *facts)
+        found = decisions[key] = (*_decide(request, message, state), config)
     return found[:2]
 
 
-def _message_of(op: str, kind: TensorKind, numel: int | None, state: GroupState, role: str) -> Message:
-    """Describe ``numel`` elements of tensors of a kind to the policy; no sum, no base, nothing lossy."""
-    return Message(
-        op=op,
-        dtype=kind.dtype,
-        numel=numel,
-        ranks=state.size,
-        device=kind.device if kind.layout == torch.strided else f"{kind.device} ({kind.layout})",
-        backend=state.backend(kind.device),
-        role=role,
-    )
+def _message_of(op: str, kind: TensorKind, numel: int | None, state: GroupState, role: str, *more: Any) -> Message:
+    """Describe ``numel`` elements of tensors of a kind to the policy. ``more``: the fields of :class:`Message` from ``reduce_op`` on."""
+    device = kind.device if kind.layout == torch.strided else f"{kind.device} ({kind.layout})"
+    return Message(op, kind.dtype, numel, state.size, device, state.backend(kind.device), role, *more)
 
 
 def _decide(request: Request, message: Message, state: GroupState) -> tuple[Decision, Tuner | TunersBySize | None]:
-    admitted = admission.admit(message, request.config)
+    config, group = request.options.config, resolve_group(request.group)
+    admitted = admission.admit(message, config)
     if not admitted.frames or admitted.on_device:
         return admitted, None
-    group = resolve_group(request.group)
-    competing = admission.candidates(
-        message,
-        request.config,
-        exact=request.tolerance != "rounding" and request.plain_fits and request.lossy is None,
-        levels=topology.levels(group_nodes(group)),
-    )
+    levels = topology.levels(group_nodes(group))
+    competing = admission.candidates(message, config, exact=request.exact, levels=levels)
     profile = link_profile(state, message.device)
     competing = cost_model.prune_candidates(competing, message, profile)
     if len(competing) == 1:
         return competing[0], None
     size = None if message.nbytes is None else trial.size_class(message.nbytes)
-    key = replace(message, numel=None), size, json.dumps(asdict(request.config))
+    key = replace(message, numel=None), size, json.dumps(asdict(config))
     tuners = state.of(DecisionMemory).tuners
     if key not in tuners:
         where = "" if group is dist.group.WORLD else f", group {group.group_name}"

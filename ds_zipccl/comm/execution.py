@@ -14,13 +14,13 @@ from ds_zipccl.comm import engine, work
 from ds_zipccl.comm.decision import Choice, decide
 from ds_zipccl.comm.group_state import group_size
 from ds_zipccl.comm.request import CallOptions, Request, copy_back, logical_order
+from ds_zipccl.ops import OPS
 from ds_zipccl.policy.admission import PassReason
 from ds_zipccl.telemetry import counters
 
 
 def run(request: Request) -> Any:
     """Decide on a call, and execute it; see :func:`execute`. Raises as :func:`.decision.decide` too."""
-    request.prepare()
     return execute(decide(request), request)
 
 
@@ -41,9 +41,13 @@ def execute(choice: Choice, request: Request) -> Any:
     return _execute_plain(choice, request)
 
 
-def pass_small(op: str, options: CallOptions, sent: int, plain: Callable[[], Any], *, kind: str = "") -> Any:
-    """Execute a call of fewer than ``min_bytes`` uncompressed, and return its result. ``sent``: bytes that this rank sends."""
-    counters.record_pass(options.role, op, sent, PassReason.SMALL.value, kind=kind)
+def pass_small(
+    op: str, options: CallOptions, nbytes: int, group: dist.ProcessGroup | None, plain: Callable[[], Any]
+) -> Any:
+    """Execute a call of a message of fewer than ``min_bytes`` uncompressed, and return its result. ``nbytes``: 0 where this rank only
+    receives."""
+    sent = OPS[op].sent_bytes(nbytes, group_size(group))
+    counters.record_pass(options.role, op, sent, PassReason.SMALL.value, kind=options.kind)
     return (options.uncompressed_call or plain)()
 
 
@@ -63,30 +67,31 @@ def _execute_plain(choice: Choice, request: Request) -> Any:
     handle = _plain_in_order(request) if in_order else _uncompressed(request)
     if timer is not None:
         timer.stop_after(handle) if request.async_op else timer.stop()
-    counters.record_pass(request.role, request.op, request.sent_bytes(), choice.decision.reason, kind=request.kind)
+    options, reason = request.options, choice.decision.reason
+    counters.record_pass(options.role, request.op, request.sent_bytes(), reason, kind=options.kind)
     return handle
 
 
 def _uncompressed(request: Request) -> Any:
-    call = request.uncompressed_call
+    call = request.options.uncompressed_call
     return call() if call else request.plain(request.inputs, request.outputs, request.async_op)
 
 
 def _suits_plain(request: Request) -> bool:
     """Return whether the plain collective reads the tensors of this rank in the element order of our schedules."""
-    return request.memory_order or all(
-        tensor.is_contiguous() and (tensor.dim() == 1 or not request.flat)
+    return OPS[request.op].memory_order or all(
+        tensor.is_contiguous() and (tensor.dim() == 1 or not OPS[request.op].flat)
         for tensor in (*request.inputs, *request.outputs)
     )
 
 
 def _plain_in_order(request: Request) -> Any:
-    """Execute a call by the plain collective on contiguous tensors, which are flat if ``request.flat``.
+    """Execute a call by the plain collective on contiguous tensors, which are flat if the operation is.
 
     gloo refuses some layouts and shapes, and sends other layouts in memory order, depending on each rank's own tensors. The results of a
     program must not depend on the schedule, and all ranks must run the same collective.
     """
-    order = logical_order if request.flat else torch.Tensor.contiguous
+    order = logical_order if OPS[request.op].flat else torch.Tensor.contiguous
     inputs, outputs = ([order(tensor.detach()) for tensor in some] for some in (request.inputs, request.outputs))
     handle = request.plain(inputs, outputs, request.async_op)
     if all(written.data_ptr() == tensor.data_ptr() for tensor, written in zip(request.outputs, outputs, strict=True)):

@@ -171,24 +171,38 @@ def _add_in_order(
             contributions.add(rank, total)
 
 
-class Arithmetic(NamedTuple):
-    """The arithmetic of a sum: its order and type; the tolerance of its results against the plain backend's; and the ranks of each node
-    where the sum goes in two levels, otherwise nothing."""
+class Owned(NamedTuple):
+    """The slices of a sum that each rank owns, in elements in memory order; whether no element has two owners."""
 
-    reduction: Reduction
-    tolerance: Tolerance
-    nodes: Sequence[Sequence[int]]
+    spans: Sequence[Sequence[slice]] = ()
+    disjoint: bool = True
+
+
+class Sum(NamedTuple):
+    """A sum: torch's reduce op, and its owners where it has some; then, as :func:`arithmetic` finds them, its order and type; the tolerance
+    of its results against the plain backend's; and the ranks of each node where the sum goes in two levels, otherwise nothing."""
+
+    op: Any = None
+    owned: Owned = Owned()
+    reduction: Reduction = Reduction("fp32", "", -1)
+    tolerance: Tolerance = "bits"
+    nodes: Sequence[Sequence[int]] = ()
+
+
+#: Of operations that do not add.
+NO_SUM = Sum()
 
 
 def arithmetic(
     device: str,
-    op: Any,
+    summed: Sum,
     group: dist.ProcessGroup | None,
     config: ZipcclConfig,
     role: str,
     lossy: LossyCodec | None = None,
-) -> Arithmetic:
-    """Return the arithmetic that the config asks for. It depends on the group, its nodes and the config, never on a time or a value.
+) -> Sum:
+    """Return a sum with the arithmetic that the config asks for. It depends on the group, its nodes and the config, never on a time or a
+    value.
 
     ``lossy``: the codec of a lossy sum, to which ``reduction`` does not apply. Such a sum goes in one level, whatever the nodes are.
 
@@ -197,14 +211,16 @@ def arithmetic(
     """
     state = group_state(group)
     if state is None:
-        return Arithmetic(Reduction("fp32", "", -1), "nan", ())  # never used
+        return summed  # never used
+    op = reduce_op_name(summed.op)
     if lossy is not None:
-        return Arithmetic(Reduction("fp32", reduce_op_name(op), state.size), "lossy", ())
+        return Sum(summed.op, summed.owned, Reduction("fp32", op, state.size), "lossy")
     if state.streams(device):
-        return _in_stream_order(state, op, group_nodes(resolve_group(group)), config, role)
-    reduction, tolerance = _exactness(config.reduction, state.backend(device), reduce_op_name(op), state.size)
+        found = _in_stream_order(state, op, group_nodes(resolve_group(group)), config, role)
+        return Sum(summed.op, summed.owned, *found)
+    reduction, tolerance = _exactness(config.reduction, state.backend(device), op, state.size)
     nodes = group_nodes(resolve_group(group)) if reduction.fp32 else ()
-    return Arithmetic(reduction, tolerance, nodes if topology.levels(nodes) else ())
+    return Sum(summed.op, summed.owned, reduction, tolerance, nodes if topology.levels(nodes) else ())
 
 
 @functools.lru_cache
@@ -216,8 +232,8 @@ def _exactness(kind: str, backend: str, op: str, ranks: int) -> tuple[Reduction,
 
 
 def _in_stream_order(
-    state: GroupState, op: Any, nodes: Sequence[Sequence[int]], config: ZipcclConfig, role: str
-) -> Arithmetic:
+    state: GroupState, op: str, nodes: Sequence[Sequence[int]], config: ZipcclConfig, role: str
+) -> tuple[Reduction, Tolerance, Sequence[Sequence[int]]]:
     """Return the arithmetic on a group in stream order, whose backend promises no order."""
     kind: str = config.reduction
     mode, levels = config.mode_of(role), topology.levels(nodes) and topology.ascending(nodes)
@@ -233,9 +249,9 @@ def _in_stream_order(
     suits = levels or (several and all(len(ranks) == 1 for ranks in nodes))
     if kind == "fp32" and mode == "auto" and not suits and not (several and config.reduction == "fp32"):
         kind = "plain"  # in one level ours would send more than the backend's
-    exact = state.size == 2 and reduce_op_name(op) == "SUM"
-    reduction = Reduction(kind, reduce_op_name(op), state.size)
-    return Arithmetic(reduction, "nan" if exact else "rounding", nodes if levels and reduction.fp32 else ())
+    exact = state.size == 2 and op == "SUM"
+    reduction = Reduction(kind, op, state.size)
+    return reduction, "nan" if exact else "rounding", nodes if levels and reduction.fp32 else ()
 
 
 @functools.cache

@@ -12,9 +12,9 @@ import torch.distributed as dist
 
 from ds_zipccl.comm.bases.in_place import Base
 from ds_zipccl.comm.context import Call
-from ds_zipccl.comm.group_state import group_size, group_state, resolve_group
-from ds_zipccl.comm.reduction_order import Reduction, arithmetic, reduce_op_name
-from ds_zipccl.comm.shadow_check import LossyShadow, Plain, Shadow, Tolerance
+from ds_zipccl.comm.group_state import group_size, group_state, group_streams, resolve_group
+from ds_zipccl.comm.reduction_order import NO_SUM, Sum, arithmetic, reduce_op_name
+from ds_zipccl.comm.shadow_check import LossyShadow, Plain, Shadow
 from ds_zipccl.config import DEFAULT, ZipcclConfig
 from ds_zipccl.lossy import LossyCodec
 from ds_zipccl.ops import OPS
@@ -36,17 +36,17 @@ class TensorKind(NamedTuple):
 
 
 class Segments(NamedTuple):
-    """The elements of the segments of an all-to-all: of those that leave for each rank, and of those that come from each rank."""
+    """The elements of the segments of an all-to-all: of those that leave for each rank, and of those that come from each rank.
 
-    leaving: Sequence[int]
-    coming: Sequence[int]
+    ``row_width``: elements of a row of this rank's inputs, 0: no rows. Rows may be sent once, see FORMAT.md, codec rows.
+    """
+
+    leaving: Sequence[int] = ()
+    coming: Sequence[int] = ()
+    row_width: int = 0
 
 
-class Owned(NamedTuple):
-    """The slices of a sum that each rank owns, in elements in memory order; whether no element has two owners."""
-
-    spans: Sequence[Sequence[slice]]
-    disjoint: bool
+NO_SEGMENTS = Segments()
 
 
 class MessageOptions(TypedDict, total=False):
@@ -69,48 +69,31 @@ class Options(ExactOptions, total=False):
 
 
 class CallOptions(NamedTuple):
-    """The values of a call's :class:`Options`, as :class:`Request` takes them after ``async_op``."""
+    """The values of a call's :class:`Options`. ``role``: one of :data:`ds_zipccl.config.ROLES`. ``uncompressed_call``: executes the
+    operation uncompressed, by the caller's function, such as DeepSpeed's. ``lossy``: the codec that may change the values in the message,
+    see :mod:`ds_zipccl.comm.lossy.frames`.
+
+    ``kind``: place of an exchange in a layer of experts, equal on all ranks: "dispatch", "combine", "dispatch.bwd" or "combine.bwd";
+    "replicated": a sum of tensors that may be the same on all ranks; "" otherwise.
+    """
 
     config: ZipcclConfig = DEFAULT
     role: str = "dp"
     uncompressed_call: Callable[[], Any] | None = None
     lossy: LossyCodec | None = None
-
-
-#: The defaults of operations of other kinds.
-_NO_SUM, _NO_SEGMENTS, _NO_OWNERS = Reduction("fp32", "", -1), Segments((), ()), Owned((), True)
+    kind: str = ""
 
 
 @dataclass(slots=True)  # not frozen: freezing would double the time to make a request, which counts in small messages
 class Request:
     """One call of a collective. In-place operations have no inputs, only outputs.
 
-    The operation:
-        op: name in :data:`ds_zipccl.ops.OPS`. ``group`` None is the default group. ``role``: one of
-        :data:`ds_zipccl.config.ROLES`.
-        uncompressed_call: executes the operation uncompressed, by the caller's function, such as DeepSpeed's; None: ``plain`` does.
-    The message:
-        numel: elements of the whole message, equal on all ranks; None: ranks may see different numbers.
-        sent: elements that this rank would send uncompressed.
-        row_width: elements of a row of this rank's inputs; 0: no rows. Rows may be sent once, see FORMAT.md, codec rows.
-        kind: place of an exchange in a layer of experts, equal on all ranks: "dispatch", "combine", "dispatch.bwd" or "combine.bwd";
-        "replicated": a sum of tensors that may be the same on all ranks; "" otherwise.
-        plain: torch.distributed's collective, on the tensors that are its arguments.
-        lossy: the codec that may change the values in the message, see :mod:`ds_zipccl.comm.lossy.frames`; None: no value changes.
-    Differences that are allowed between schedules and ``plain``:
-        problem: the reason why the arguments cannot be sent; "" if they can.
-        plain_fits: the plain collective takes all arguments that ours takes.
-        memory_order: elements count in memory order, as in gloo's sums and broadcasts.
-        flat: only the number of elements of a tensor matters, not its shape.
-        sends_less: our schedule sends less than the plain collective even before compression. The plain collective's bytes then count as
-        logical bytes.
-        nodes: the ranks of each node if the operation is a sum in two levels, see :mod:`ds_zipccl.comm.reduction_order`.
-        plain_sums: the sum is the plain collective's own, so that the call passes.
-        again: the call may repeat messages of a forward pass, see :mod:`.host.repeats.memory`.
-    What an operation has beside its tensors:
-        reduction: of a sum. base: the memory of an earlier gather. agreed: the parameters of a gather, whose frames have agreed sizes.
-        segments: of an all-to-all. owned: the slices of a sum and their owners. root: the group rank that is the source of a broadcast, or
-        that gets a sum.
+    op: name in :data:`ds_zipccl.ops.OPS`. ``group`` None is the default group.
+    plain: torch.distributed's collective, on the tensors that are its arguments.
+    numel: elements of the whole message, equal on all ranks; None: ranks may see different numbers.
+    problem: the reason why the arguments cannot be sent; "" if they can.
+    sum, segments: of a sum, of an all-to-all. base: the memory of an earlier gather. agreed: the parameters of a gather, whose frames have
+    agreed sizes. root: the group rank that is the source of a broadcast, or that gets a sum.
     """
 
     op: str
@@ -118,55 +101,63 @@ class Request:
     outputs: Sequence[torch.Tensor]
     group: dist.ProcessGroup | None
     async_op: bool
-    config: ZipcclConfig
-    role: str
-    uncompressed_call: Callable[[], Any] | None = None
-    lossy: LossyCodec | None = None
+    options: CallOptions
     _: KW_ONLY
     plain: Plain
     numel: int | None
-    sent: float
     problem: str = ""
-    reduce_op: dist.ReduceOp | None = None
-    tolerance: Tolerance = "bits"
-    plain_fits: bool = True
-    memory_order: bool = False
-    flat: bool = False
-    sends_less: bool = False
-    nodes: Sequence[Sequence[int]] = ()
-    plain_sums: bool = False
-    row_width: int = 0
-    kind: str = ""
-    again: bool = False
-    reduction: Reduction = _NO_SUM
+    sum: Sum = NO_SUM
+    segments: Segments = NO_SEGMENTS
     base: Base | None = None
     agreed: Sequence[Any] = ()  # of :class:`.device.bases.agreed.Agreed`, above this module
-    segments: Segments = _NO_SEGMENTS
-    owned: Owned = _NO_OWNERS
     root: int = 0
 
     def prepare(self) -> None:
-        """Set the fields that follow from those given: whether the call may repeat messages, whether it is lossy, and its sum. Raises as
-        :func:`.reduction_order.arithmetic`."""
-        self.again = self.op in repeat_rules.OPS and self.base is None and is_again(self.config, self.role)
+        """Find the arithmetic of a sum, and whether the call is lossy. Raises ConfigError as :func:`.reduction_order.arithmetic`;
+        ValueError if a gather from a base or by agreed sizes is lossy."""
         tensor = next(iter(self.outputs or self.inputs), None)
-        if self.lossy is not None:  # first: nearly every call of a job ends here
+        lossy = self.options.lossy
+        if lossy is not None:  # first: nearly every call of a job ends here
             words = None if tensor is None else (tensor.dtype, tensor.device)
-            self.lossy = lossy_here(self.lossy, words, self.group, self.op, self.role)
-        if self.reduce_op is not None:
+            lossy = lossy_here(lossy, words, self.group, self.op, self.options.role)
+            if lossy is not None and (self.based or self.agreed):
+                raise ValueError(
+                    f"{self.op}: got lossy={lossy} beside a base or agreed sizes, which are for parameters and exact; leave one of them out"
+                )
+            self.options = self.options._replace(lossy=lossy)
+        if self.sum.op is not None:
             device = "" if tensor is None else tensor.device.type
-            found = arithmetic(device, self.reduce_op, self.group, self.config, self.role, self.lossy)
-            self.reduction, self.tolerance, self.nodes = found
-            self.plain_sums = found.reduction.plain
+            self.sum = arithmetic(device, self.sum, self.group, self.options.config, self.options.role, lossy)
 
     def call(self, codec: str) -> tuple[str, dist.ProcessGroup, ZipcclConfig, str, str, torch.device]:
         """Return the arguments that contexts of all kinds have."""
-        return self.op, resolve_group(self.group), self.config, self.role, codec, self.tensor.device
+        return self.op, resolve_group(self.group), self.options.config, self.options.role, codec, self.tensor.device
 
     @property
     def based(self) -> bool:
         """Return whether ranks may hold an earlier result."""
         return self.base is not None
+
+    @property
+    def again(self) -> bool:
+        """Return whether the call may repeat messages of a forward pass, see :mod:`.host.repeats.memory`: autograd runs a backward pass in
+        this thread. Equal on all ranks, which run one program. A forward pass outside of a backward pass says no, with and without
+        gradients."""
+        keeps = self.op in repeat_rules.OPS and self.base is None
+        return keeps and repeat_rules.keeps(self.options.config, self.options.role) and in_backward_pass()
+
+    @property
+    def plain_sums(self) -> bool:
+        """Return whether the sum is the plain collective's own, so that the call passes. A device can add slices for one owner each."""
+        owned = self.sum.owned
+        return self.sum.reduction.plain and not (
+            owned.spans and owned.disjoint and group_streams(self.group, self.tensor.device.type)
+        )
+
+    @property
+    def exact(self) -> bool:
+        """Return whether our schedules give the bits of the plain collective, which takes all arguments that ours take."""
+        return self.sum.tolerance != "rounding" and OPS[self.op].plain_fits and self.options.lossy is None
 
     @property
     def tensor(self) -> torch.Tensor:
@@ -176,12 +167,17 @@ class Request:
         raise ValueError(f"{self.op}: no tensors; give at least one")
 
     def nbytes(self) -> int:
-        """Return the bytes of the message; where ``numel`` is None, the bytes that this rank would send uncompressed."""
+        """Return the bytes of the message; where ``numel`` is None, the bytes that this rank sends in the plain collective."""
         return self.sent_bytes() if self.numel is None else self.numel * self.tensor.element_size()
 
     def sent_bytes(self) -> int:
-        """Return the bytes that this rank would send uncompressed."""
-        return int(self.sent * self.tensor.element_size())
+        """Return the bytes that this rank sends in the plain collective."""
+        ranks, itemsize = group_size(self.group), self.tensor.element_size()
+        if self.numel is None or self.segments.leaving:
+            rank = dist.get_rank(self.group)
+            return itemsize * sum(size for peer, size in enumerate(self.segments.leaving) if peer != rank)
+        sends = not OPS[self.op].one_sided or self.inputs
+        return OPS[self.op].sent_bytes(self.numel * itemsize, ranks) if sends else 0
 
     def may_meet(self) -> bool:
         """Return whether ranks may wait for each other before the call: a blocking call in which every rank needs data of every other.
@@ -204,10 +200,9 @@ class Post(NamedTuple):
     decision: admission.Decision
 
 
-def is_again(config: ZipcclConfig, role: str) -> bool:
-    """Return whether a call may repeat messages of an earlier one: autograd runs a backward pass in this thread. Equal on all ranks, which
-    run one program. A forward pass outside of a backward pass says no, with and without gradients."""
-    return repeat_rules.keeps(config, role) and torch._C._current_graph_task_id() != -1
+def in_backward_pass() -> bool:
+    """Return whether autograd runs a backward pass in this thread."""
+    return torch._C._current_graph_task_id() != -1
 
 
 _Lossy = TypeVar("_Lossy")  # a codec, or what makes factors
@@ -246,12 +241,12 @@ def is_small(tensor: torch.Tensor, config: ZipcclConfig) -> bool:
 
 def shadow_of(request: Request, lossy: LossyCodec | None = None) -> Shadow | LossyShadow | None:
     """Start the plain collective beside a checked call whose values ``lossy`` changes, if any; None where the call is not checked."""
-    if request.config.check != "shadow":
+    if request.options.config.check != "shadow":
         return None
     ranks = group_size(request.group)
     if lossy is None:
-        return Shadow(request.plain, request.inputs, request.outputs, request.tolerance, ranks)
-    summed = "" if request.reduce_op is None else reduce_op_name(request.reduce_op)
+        return Shadow(request.plain, request.inputs, request.outputs, request.sum.tolerance, ranks)
+    summed = "" if request.sum.op is None else reduce_op_name(request.sum.op)
     twice = OPS[request.op].traffic == "all_reduce"  # contributions and the sum
     return LossyShadow(request.plain, request.inputs, request.outputs, lossy, ranks, summed, twice)
 

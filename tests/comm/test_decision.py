@@ -22,12 +22,14 @@ from operations import Coded, arguments
 from ds_zipccl import FrameError, comm, compress
 from ds_zipccl.comm import decision, engine, execution
 from ds_zipccl.comm import group_state as states
+from ds_zipccl.comm import request as requests
 from ds_zipccl.comm.buffer_pool import POOL
 from ds_zipccl.comm.decision import DecisionMemory, _mixture, _remembered, decide
 from ds_zipccl.comm.execution import execute
 from ds_zipccl.comm.group_state import GroupState, group_rank, group_state
 from ds_zipccl.comm.host import frames
-from ds_zipccl.comm.request import Request, TensorKind
+from ds_zipccl.comm.reduction_order import NO_SUM, Sum
+from ds_zipccl.comm.request import CallOptions, Request, TensorKind
 from ds_zipccl.comm.shadow_check import Shadow
 from ds_zipccl.comm.tuner import Tuner, TunersBySize
 from ds_zipccl.config import ZipcclConfig
@@ -251,6 +253,7 @@ def a_failed_rank_still_sends(rank: int, ranks: int) -> None:
 
 NUMEL = 5000
 CODED = Decision(True, "cascade", "")
+SUM = Sum(dist.ReduceOp.SUM, tolerance="nan")
 
 
 # ---- without ranks -----------------------------------------------------------------------------------------------------
@@ -265,10 +268,14 @@ def members(monkeypatch: pytest.MonkeyPatch) -> Any:
     return type("State", (), known)()
 
 
-def request_of(config: ZipcclConfig = AUTO, role: str = "dp", later: bool = False, **more: Any) -> Request:
+def request_of(
+    config: ZipcclConfig = AUTO, role: str = "dp", later: bool = False, kind: str = "", **more: Any
+) -> Request:
     group: Any = SimpleNamespace(group_name="7")
-    usual = dict(op="all_reduce", inputs=[], outputs=[], group=group, async_op=later, config=config, role=role)
-    usual |= dict(plain=None, numel=NUMEL, sent=NUMEL, reduce_op=dist.ReduceOp.SUM, tolerance="nan")
+    usual = dict(
+        op="all_reduce", inputs=[], outputs=[torch.empty(0)], group=group, async_op=later, plain=None, numel=NUMEL
+    )
+    usual |= dict(options=CallOptions(config, role, kind=kind), sum=SUM)
     return Request(**{**usual, **more})  # type: ignore[arg-type]
 
 
@@ -282,7 +289,7 @@ def decided(
 OTHERS: dict[str, tuple[dict[str, Any], Decision]] = {
     "role": ({"role": "ep"}, Decision(False, "", "role is never coded")),
     "dtype": ({"dtype": torch.float64}, Decision(False, "", "dtype float64")),
-    "reduce op": ({"reduce_op": dist.ReduceOp.MAX}, Decision(False, "", "reduce op MAX")),
+    "reduce op": ({"sum": SUM._replace(op=dist.ReduceOp.MAX)}, Decision(False, "", "reduce op MAX")),
     "size": ({"numel": 10}, Decision(False, "", PassReason.SMALL.value)),
     "config": ({"config": ZipcclConfig()}, Decision(False, "", "not enabled")),
 }
@@ -302,7 +309,7 @@ def test_plans_are_remembered_by_all_that_they_depend_on(members: Any, other: st
 
 
 def test_a_base_and_a_shape_have_plans_of_their_own(members: Any) -> None:
-    gather = {"op": "all_gather_into_tensor", "reduce_op": None, "tolerance": "bits", "numel": 1 << 20}
+    gather = {"op": "all_gather_into_tensor", "sum": NO_SUM, "numel": 1 << 20}
     for _ in range(2):
         assert decided(members, ALWAYS, **gather) == (CODED, None)
         assert decided(members, ALWAYS, **gather, base=comm.IN_PLACE) == (replace(CODED, with_base=True), None)
@@ -318,17 +325,17 @@ def test_sums_that_round_otherwise_do_not_compete_with_the_plain_one(members: An
     """The same message, where the plain one has the bits of ours and where it has not."""
     found = {}
     for tolerance in ("nan", "rounding", "bits"):
-        found[tolerance] = decided(members, AUTO, tolerance=tolerance)[1]
+        found[tolerance] = decided(members, AUTO, sum=SUM._replace(tolerance=tolerance))[1]
         members.of(DecisionMemory).tuners.clear()
     names = {tolerance: [str(plan) for plan in tuner._candidates] for tolerance, tuner in found.items() if tuner}
     ours = ["raw frames", "cascade frames"]
     assert names == {"nan": ["plain", *ours], "rounding": ours, "bits": ["plain", *ours]}
-    unfit = decided(members, AUTO, op="all_to_all", reduce_op=None, plain_fits=False)[1]
+    unfit = decided(members, AUTO, op="all_to_all", sum=NO_SUM)[1]
     assert unfit is not None and [str(plan) for plan in unfit._candidates] == ours
 
 
 #: An exchange whose sizes each rank knows only of itself.
-UNEVEN: dict[str, Any] = dict(op="all_to_all_single", numel=None, reduce_op=None, role="ep", tolerance="bits")
+UNEVEN: dict[str, Any] = dict(op="all_to_all_single", numel=None, sum=NO_SUM, role="ep")
 #: Messages that choose together with the usual one, and those that choose by themselves.
 TOGETHER: tuple[dict[str, Any], ...] = ({}, {"numel": NUMEL + 1}, {"config": replace(AUTO)})
 APART: dict[str, dict[str, Any]] = {
@@ -336,7 +343,7 @@ APART: dict[str, dict[str, Any]] = {
     "operation": {"op": "reduce_scatter_tensor"},
     "size": {"numel": 2 * NUMEL},
     "dtype": {"dtype": torch.bfloat16, "numel": 2 * NUMEL},
-    "reduce op": {"reduce_op": dist.ReduceOp.AVG},
+    "reduce op": {"sum": SUM._replace(op=dist.ReduceOp.AVG)},
     "config": {"config": replace(AUTO, block=256)},
     "base": {"base": comm.IN_PLACE},
     "place in a layer": {"kind": "dispatch"},
@@ -368,7 +375,7 @@ def test_times_are_for_the_size_of_the_kind(members: Any) -> None:
 def test_the_table_names_the_kind(members: Any) -> None:
     """Choices of two roles are two rows, those of one role are told apart by their words."""
     counters.reset()
-    for more in ({}, {"role": "zero_grad"}, {"reduce_op": dist.ReduceOp.AVG}, UNEVEN, {"base": comm.IN_PLACE}):
+    for more in ({}, {"role": "zero_grad"}, APART["reduce op"], UNEVEN, {"base": comm.IN_PLACE}):
         tuner = decided(members, **{"config": AUTO, **more, "kind": "dispatch" if more is UNEVEN else ""})[1]
         assert tuner is not None
         (tuner if isinstance(tuner, Tuner) else tuner._make(15))._note_choice(met=True)
@@ -443,6 +450,8 @@ def carried_out(
     """The result of a call with 5000 floats where ``tuner`` chooses, and coded calls say so."""
     monkeypatch.setattr(decision, "group_state", lambda group: SimpleNamespace())
     monkeypatch.setattr(decision, "resolve_group", lambda group: "the group")
+    monkeypatch.setattr(requests, "group_size", lambda group: 2)
+    monkeypatch.setattr(dist, "get_rank", lambda group: 0)
     monkeypatch.setattr(decision, "_remembered", lambda request, kind, state: (CODED, tuner))
     monkeypatch.setattr(engine, "engine_of", lambda state, device: engine.host)
     monkeypatch.setattr(engine, "start", lambda request, decision, timer: f"{decision} {timer is tuner}")
@@ -454,19 +463,20 @@ def carried_out(
 
 def test_a_plain_call_is_timed_and_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     """The time is of the whole message; bytes counted are those that this rank sends."""
-    for later, more, start, stop in (
-        (False, {}, ("start", 8 * NUMEL), ("stop",)),
-        (True, {}, ("start", 8 * NUMEL), ("stop after", "handle")),
-        (False, {"numel": None, "inputs": [torch.ones(7)]}, ("start", 4 * NUMEL), ("stop",)),
+    uneven = {"op": "all_to_all_single", "numel": None, "segments": requests.Segments([7, NUMEL], [7, 9])}
+    for later, more, nbytes, stop in (
+        (False, {}, 8 * NUMEL, ("stop",)),
+        (True, {}, 8 * NUMEL, ("stop after", "handle")),
+        (False, uneven, 4 * NUMEL, ("stop",)),
     ):
         reason = PassReason.TRIAL.value if later else PASS.reason
         monkeypatch.setattr(Tuning, "trying", later)
         counters.reset()
         tuner = Tuning(PASS)
         assert carried_out(monkeypatch, tuner, lambda *args: "handle", later, **more) == "handle"
-        assert tuner.log == [("next", "t", not later), start, stop]
+        assert tuner.log == [("next", "t", not later), ("start", nbytes), stop]
         (row,) = counters.rows()
-        assert (row["passed"], row["passed_bytes"], row["reasons"]) == (1, 4 * NUMEL, {reason: 1})
+        assert (row["passed"], row["passed_bytes"], row["reasons"]) == (1, nbytes, {reason: 1})
     counters.reset()
     tuner = Tuning(CODED)
     assert carried_out(monkeypatch, tuner, lambda *args: "handle") == "cascade frames True"

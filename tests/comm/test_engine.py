@@ -41,7 +41,7 @@ class PaddedGathers:
         slot_of = slots.chunk(self.size)
         for place, slot, nbytes in zip(request.outputs[0].chunk(self.size), slot_of, sizes.tolist(), strict=True):
             codecs.decompress(slot[:nbytes], place)
-        counters.record(request.role, request.op, request.sent_bytes(), padded.numel() * (self.size - 1), 0)
+        counters.record(request.options.role, request.op, request.sent_bytes(), padded.numel() * (self.size - 1), 0)
 
 
 @runner.together(3)

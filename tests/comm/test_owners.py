@@ -30,7 +30,7 @@ from ds_zipccl.comm.host import sums as host_sums
 from ds_zipccl.comm.host import sums_by_node
 from ds_zipccl.comm.ops import reduce_to_owners
 from ds_zipccl.comm.ops.reduce_to_owners import Owners, spans_of
-from ds_zipccl.comm.request import Owned
+from ds_zipccl.comm.reduction_order import Owned
 from ds_zipccl.config import ZipcclConfig
 from ds_zipccl.policy import admission, cost_model, trial
 from ds_zipccl.policy.admission import Message

@@ -24,7 +24,7 @@ from ds_zipccl.comm import execution
 from ds_zipccl.comm.buffer_pool import POOL, PooledBuffers
 from ds_zipccl.comm.group_state import group_state
 from ds_zipccl.comm.host import engine
-from ds_zipccl.comm.request import Request
+from ds_zipccl.comm.request import CallOptions, Request
 from ds_zipccl.comm.transport import staging as host_staging
 from ds_zipccl.comm.transport.protocol import TAGS_PER_COLLECTIVE
 from ds_zipccl.comm.transport.staging import HostStaging, SideStream
@@ -213,9 +213,9 @@ def copies_of_the_plain_collective(rank: int, ranks: int) -> None:
         patch.setattr(execution, "copy_back", lazily)
         outputs = torch.full((ranks, 50), -1.0).repeat_interleave(2, 1)[:, ::2].unbind()
         request = Request(
-            "all_gather", [torch.full((50,), float(rank))], outputs, None, True, CODED, "dp",
+            "all_gather", [torch.full((50,), float(rank))], outputs, None, True, CallOptions(CODED),
             plain=lambda inputs, outputs, later: dist.all_gather(list(outputs), inputs[0], None, later),
-            numel=50 * ranks, sent=50 * (ranks - 1),
+            numel=50 * ranks,
         )  # fmt: skip
         execution._plain_in_order(request).wait()
         assert all((output == peer).all() for peer, output in enumerate(outputs))
@@ -234,6 +234,7 @@ def test_the_copies_of_a_shadow_come_first(runtime: LazyRuntime, monkeypatch: py
             assert done == ["copies", "ours"]
 
     class Context:
+        config, role = CODED, "dp"
         size, logical_bytes, wire_bytes = 2, 0, 0
         error = CommError
 
@@ -250,8 +251,8 @@ def test_the_copies_of_a_shadow_come_first(runtime: LazyRuntime, monkeypatch: py
     config = ZipcclConfig(enabled=True, mode="always", check="shadow")
     flat = words(0)
     request = Request(
-        "all_reduce", (), (flat,), None, False, config, "gradients",
-        plain=lambda *arguments: None, numel=flat.numel(), sent=0.0,
+        "all_reduce", (), (flat,), None, False, CallOptions(config, "gradients"),
+        plain=lambda *arguments: None, numel=flat.numel(),
     )  # fmt: skip
     engine.start(request, Decision(True, "raw", ""))
     assert done == ["copies", "ours"]

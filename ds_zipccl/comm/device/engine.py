@@ -47,15 +47,16 @@ def takes(state: GroupState, device: str) -> bool:
 def passes_now(request: Request) -> PassReason | None:
     """Return why a call passes at this moment of the program, at which all ranks are; None if frames execute the call."""
     device, group = request.tensor.device, resolve_group(request.group)
-    if request.reduce_op is None:
+    config, role = request.options.config, request.options.role
+    if request.sum.op is None:
         nbytes = None if request.numel is None else request.nbytes()
-        reason = reason_to_pass(request.op, request.role, nbytes, request.config, group, device.type)
+        reason = reason_to_pass(request.op, role, nbytes, config, group, device.type)
         if reason is not None:
             return reason
     if devices.is_capturing(device):
         return PassReason.CAPTURED
-    chosen = OPS[request.op].traffic == "all_to_all" and request.config.mode_of(request.role) == "auto"
-    pays = not chosen or pays_now(group, request.op, request.role, request.tensor, request.numel)
+    chosen = OPS[request.op].traffic == "all_to_all" and config.mode_of(role) == "auto"
+    pays = not chosen or pays_now(group, request.op, role, request.tensor, request.numel)
     return None if pays else PassReason.SMALL_GAIN
 
 
@@ -69,7 +70,7 @@ def start(request: Request, decision: Decision, timer: CallTimer | None = None) 
     shadow = shadow_of(request)
     with torch.inference_mode(), tensors.undisturbed():
         ctx = DeviceContext(*request.call(decision.codec), with_base=decision.with_base)
-        ctx.kind = request.kind
+        ctx.kind = request.options.kind
         inputs, outputs = _flat_on_stream(ctx, request)
         try:
             COLLECTIVES[request.op](ctx, request, inputs, outputs)
@@ -81,8 +82,8 @@ def start(request: Request, decision: Decision, timer: CallTimer | None = None) 
         event = ctx.streams.record(Stage.DECODE)
     keep = [*inputs, *outputs, *request.inputs, *request.outputs]
     handle = StreamWork(ctx.where(), ctx.streams, event, request.outputs, keep)
-    logical = request.sent_bytes() if request.sends_less else ctx.logical_bytes
-    counters.record(request.role, request.op, logical, ctx.wire_bytes, ctx.streams.nbytes(), kind=request.kind)
+    logical = request.sent_bytes() if OPS[request.op].plain else ctx.logical_bytes
+    counters.record(ctx.role, request.op, logical, ctx.wire_bytes, ctx.streams.nbytes(), kind=ctx.kind)
     if request.async_op and shadow is None:
         return handle
     handle.wait()
@@ -97,7 +98,7 @@ def _flat_on_stream(ctx: DeviceContext, request: Request) -> tuple[list[torch.Te
     Copies are memory of a stream, so that they can be freed when any stream has waited: the caller's stream may be another one than the
     stream that waits, and would then use their memory again too early.
     """
-    order = memory_order if request.memory_order else logical_order
+    order = memory_order if OPS[request.op].memory_order else logical_order
     with ctx.streams.on(Stage.DECODE):
         inputs, outputs = ([order(tensor) for tensor in some] for some in (request.inputs, request.outputs))
     pairs = zip((*inputs, *outputs), (*request.inputs, *request.outputs), strict=True)
@@ -152,25 +153,25 @@ def _reduce_scatter_list(ctx: DeviceContext, request: Request, inputs: Tensors, 
 
 def _sum_parts(ctx: DeviceContext, request: Request, parts: Sequence[Part], out: torch.Tensor) -> None:
     place = Part((out, slice(0, out.numel())))
-    sums.reduce_scatter(ctx, levels_of(ctx, request.nodes), parts, place, request.reduction.divisor)
+    sums.reduce_scatter(ctx, levels_of(ctx, request.sum.nodes), parts, place, request.sum.reduction.divisor)
 
 
 def _all_reduce(ctx: DeviceContext, request: Request, inputs: Tensors, outputs: Tensors) -> None:
-    sums.all_reduce(ctx, levels_of(ctx, request.nodes), outputs, request.reduction.divisor)
+    sums.all_reduce(ctx, levels_of(ctx, request.sum.nodes), outputs, request.sum.reduction.divisor)
 
 
 def _to_owners(ctx: DeviceContext, request: Request, inputs: Tensors, outputs: Tensors) -> None:
-    (whole,) = inputs
-    parts = [Part(*((whole, span) for span in spans)) for spans in request.owned.spans]
-    if request.reduction.plain:
-        sums.plain_to_owners(ctx, parts, request.reduce_op)
+    (whole,), summed = inputs, request.sum
+    parts = [Part(*((whole, span) for span in spans)) for spans in summed.owned.spans]
+    if summed.reduction.plain:
+        sums.plain_to_owners(ctx, parts, summed.op)
         return
-    levels = levels_of(ctx, request.nodes)
+    levels = levels_of(ctx, summed.nodes)
     owned = [sum(parts[rank].numel for rank in ranks) for ranks in levels.nodes]
-    if request.owned.disjoint and wire.straight_to_owners(owned, whole.numel()):
-        sums.reduce_scatter(ctx, levels, parts, parts[ctx.rank], request.reduction.divisor)
+    if summed.owned.disjoint and wire.straight_to_owners(owned, whole.numel()):
+        sums.reduce_scatter(ctx, levels, parts, parts[ctx.rank], summed.reduction.divisor)
     else:
-        sums.all_reduce(ctx, levels, [whole], request.reduction.divisor)
+        sums.all_reduce(ctx, levels, [whole], summed.reduction.divisor)
 
 
 #: Operation -> its function.

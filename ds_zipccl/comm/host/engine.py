@@ -74,8 +74,8 @@ def open_context(request: Request, decision: Decision) -> OpContext:
         *request.call(decision.codec),
         nodes=group_nodes(resolve_group(request.group)) if decision.by_node else (),
         with_base=decision.with_base,
-        sums=decision.frames and request.reduce_op is not None,
-        rows=row_rules.may_have_rows(request.config, request.op, request.role, decision.codec),
+        sums=decision.frames and request.sum.op is not None,
+        rows=row_rules.may_have_rows(request.options.config, request.op, request.options.role, decision.codec),
         lossy=decision.lossy,
     )
 
@@ -104,7 +104,7 @@ def start(request: Request, decision: Decision, timer: CallTimer | None = None) 
                 ctx.repeats.end(drop=not request.async_op)
 
     def run() -> None:
-        order = memory_order if request.memory_order else logical_order
+        order = memory_order if OPS[request.op].memory_order else logical_order
         with nullcontext() if shadow is None else telling_failures(ctx):
             with ctx.working():
                 outputs = [order(tensor) for tensor in request.outputs]
@@ -114,10 +114,10 @@ def start(request: Request, decision: Decision, timer: CallTimer | None = None) 
                 timer.stop()
         if shadow is not None:
             compare_on_all_ranks(ctx, shadow, request.outputs)
-        logical = request.sent_bytes() if request.sends_less else ctx.logical_bytes
-        counters.record(request.role, request.op, logical, ctx.wire_bytes, POOL.peak, kind=request.kind)
+        logical, kind = request.sent_bytes() if OPS[request.op].plain else ctx.logical_bytes, request.options.kind
+        counters.record(ctx.role, request.op, logical, ctx.wire_bytes, POOL.peak, kind=kind)
         if ctx.repeats is not None and ctx.repeats.count:
-            counters.record_repeats(request.role, request.op, ctx.repeats.count, kind=request.kind)
+            counters.record_repeats(ctx.role, request.op, ctx.repeats.count, kind=kind)
 
     if not request.async_op:
         job()
@@ -132,15 +132,15 @@ def start(request: Request, decision: Decision, timer: CallTimer | None = None) 
 
 def _repeats(ctx: OpContext, request: Request) -> Repeats | None:
     """Reserve the segments of a call that are kept, and find those that it may repeat, in program order; None where there are none."""
-    keeps = repeat_rules.keeps(request.config, request.role, request.kind)
+    keeps = repeat_rules.keeps(ctx.config, ctx.role, request.options.kind)
     if request.op not in repeat_rules.OPS or request.base is not None or not keeps or ctx.nodes or ctx.lossy:
         return None
     return ctx.state.of(RepeatMemory).open(
         _places_of(ctx, request),
         Words(request.tensor.dtype, request.tensor.device.type),
-        repeat_rules.most(request.config, ctx.size),
+        repeat_rules.most(ctx.config, ctx.size),
         request.again,
-        f"{request.op} {request.kind}",
+        f"{request.op} {request.options.kind}",
         ctx.transport.timeout().total_seconds(),
     )
 

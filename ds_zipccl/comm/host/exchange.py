@@ -43,7 +43,7 @@ def exchange_by_node(ctx: OpContext, request: Request, whole: torch.Tensor, outp
         CommError: as any exchange; and a rank sends other sizes than the ranks of this node expect.
     """
     exact = _is_small(ctx, [whole])
-    coder = coder_of(ctx, request.row_width, request.kind, exact)
+    coder = coder_of(ctx, request.segments.row_width, request.options.kind, exact)
     # a fragment of an output is written before the same elements of the input are sent: no source may share memory with it
     (whole,) = detached([whole], outputs, [whole[:0]])
     sources = whole.split(list(request.segments.leaving))
@@ -303,7 +303,7 @@ def exchange_lists(
     ctx: OpContext, request: Request, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]
 ) -> None:
     """Input r goes to rank r; output r comes from rank r."""
-    coder = coder_of(ctx, request.row_width, request.kind, _is_small(ctx, inputs))
+    coder = coder_of(ctx, request.segments.row_width, request.options.kind, _is_small(ctx, inputs))
     sources = detached(inputs, outputs, outputs)
     leaving, coming = Fragments(ctx, sources), Fragments(ctx, [outputs[peer] for peer in ctx.peers])
     outputs[ctx.rank].copy_(sources[ctx.rank])

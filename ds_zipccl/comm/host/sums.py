@@ -17,8 +17,8 @@ from ds_zipccl.comm.host.frames import FrameCoder
 from ds_zipccl.comm.host.gather import hashed, open_gather
 from ds_zipccl.comm.host.pipeline import Exchange, Fragments, Received, SpanView, detached, open_exchange, run_pipeline
 from ds_zipccl.comm.host.sums_by_node import NodeAdder
-from ds_zipccl.comm.reduction_order import Reduction
-from ds_zipccl.comm.request import Owned, Request
+from ds_zipccl.comm.reduction_order import Owned, Reduction
+from ds_zipccl.comm.request import Request
 from ds_zipccl.comm.spans import common, cut, length, within
 from ds_zipccl.policy import wire
 
@@ -181,7 +181,7 @@ def reduce_scatter_tensor(
     (whole,), (out,) = inputs, outputs
     chunk = _ring_chunk(ctx, whole)
     span = slice(ctx.rank * out.numel(), (ctx.rank + 1) * out.numel())
-    reduce_scatter(ctx, whole.split([out.numel()] * ctx.size), out, request.reduction, span, chunk)
+    reduce_scatter(ctx, whole.split([out.numel()] * ctx.size), out, request.sum.reduction, span, chunk)
 
 
 def reduce_scatter_list(
@@ -190,7 +190,7 @@ def reduce_scatter_list(
     """Each input is a message by itself, because gloo all-reduces each tensor of the list by itself."""
     (out,) = outputs
     chunk = _ring_chunk(ctx, out)
-    reduce_scatter(ctx, inputs, out, request.reduction, slice(0, out.numel()), chunk)
+    reduce_scatter(ctx, inputs, out, request.sum.reduction, slice(0, out.numel()), chunk)
 
 
 def reduce(ctx: OpContext, request: Request, inputs: list[torch.Tensor], outputs: list[torch.Tensor]) -> None:
@@ -198,17 +198,17 @@ def reduce(ctx: OpContext, request: Request, inputs: list[torch.Tensor], outputs
     flat = [*inputs, *outputs][0]
     chunk = ctx.transport.ring_chunk("reduce", flat.numel(), flat.element_size())
     shards = [flat if rank == request.root else flat[:0] for rank in range(ctx.size)]
-    reduce_scatter(ctx, shards, shards[ctx.rank], request.reduction, slice(0, flat.numel()), chunk)
+    reduce_scatter(ctx, shards, shards[ctx.rank], request.sum.reduction, slice(0, flat.numel()), chunk)
 
 
 def all_reduce(ctx: OpContext, request: Request, inputs: list[torch.Tensor], outputs: list[torch.Tensor]) -> None:
     """Where a tensor may be the same on all ranks, and is, only hashes travel."""
     whole = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
-    may_be_alike = request.kind and ctx.staging is None and not ctx.nodes and whole.numel()
-    if may_be_alike and sum_alike(ctx, whole, request.reduction):
+    may_be_alike = request.options.kind and ctx.staging is None and not ctx.nodes and whole.numel()
+    if may_be_alike and sum_alike(ctx, whole, request.sum.reduction):
         ctx.count(2 * whole.nbytes * (ctx.size - 1) // ctx.size, 0)  # as the plain collective sends
     else:
-        to_all(ctx, (), request.reduction, whole)
+        to_all(ctx, (), request.sum.reduction, whole)
     if len(outputs) > 1:
         for flat, part in zip(outputs, whole.split([flat.numel() for flat in outputs]), strict=True):
             flat.copy_(part)
@@ -239,8 +239,8 @@ def to_all(ctx: OpContext, spans: Sequence[Sequence[slice]], reduction: Reductio
 def reduce_to_owners(ctx: OpContext, request: Request, inputs: list[torch.Tensor], outputs: list[torch.Tensor]) -> None:
     """A sum of which each rank gets the slices that it owns."""
     one_summer = ctx.lossy is not None
-    schedule = owners_schedule(request.owned, inputs[0].numel(), request.nodes, one_summer)
-    schedule(ctx, request.owned.spans, request.reduction, inputs[0])
+    schedule = owners_schedule(request.sum.owned, inputs[0].numel(), request.sum.nodes, one_summer)
+    schedule(ctx, request.sum.owned.spans, request.sum.reduction, inputs[0])
 
 
 def owners_schedule(

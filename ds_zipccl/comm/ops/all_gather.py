@@ -10,9 +10,8 @@ import torch.distributed as dist
 from typing_extensions import Unpack
 
 from ds_zipccl.comm.bases.in_place import Base
-from ds_zipccl.comm.decision import decide
 from ds_zipccl.comm.engine import Agreed
-from ds_zipccl.comm.execution import execute, pass_small, run, sent_to_peers
+from ds_zipccl.comm.execution import pass_small, run
 from ds_zipccl.comm.group_state import group_size
 from ds_zipccl.comm.request import CallOptions, ExactOptions, Options, Request, is_small
 from ds_zipccl.comm.work import JoinedWork
@@ -35,10 +34,9 @@ def all_gather(
         tensor_list,
         group,
         async_op,
-        *CallOptions(**options),
+        CallOptions(**options),
         plain=lambda inputs, outputs, later: dist.all_gather(list(outputs), inputs[0], group, later),
         numel=tensor.numel() * ranks,
-        sent=tensor.numel() * (ranks - 1),
         problem=f"tensor_list must have {ranks} tensors of shape {tuple(tensor.shape)}, got {shapes}" if wrong else "",
     )
     return run(request)
@@ -64,24 +62,19 @@ def all_gather_into_tensor(
     """
     call, name = CallOptions(**options), "all_gather_into_tensor"
     if is_small(output_tensor, call.config):
-        sent = sent_to_peers(output_tensor.nbytes, group)
-        return pass_small(
-            name, call, sent, lambda: dist.all_gather_into_tensor(output_tensor, input_tensor, group, async_op)
-        )
+
+        def plain() -> Any:
+            return dist.all_gather_into_tensor(output_tensor, input_tensor, group, async_op)
+
+        return pass_small(name, call, output_tensor.nbytes, group, plain)
     request = request_shards(name, [output_tensor], [input_tensor], group, async_op, call)
     request.base, request.agreed = base, agreed
-    request.prepare()
-    if request.lossy is not None and (base is not None or agreed):
-        raise ValueError(
-            f"{name}: got lossy={request.lossy} beside a base or agreed sizes, which are for parameters and exact; "
-            "leave one of them out"
-        )
     if agreed and sum(one.numel for one in agreed) != input_tensor.numel():
         raise ValueError(
             f"agreed: the parameters have {[one.numel for one in agreed]} elements, the input has {input_tensor.numel()}; "
             "name all parameters of the input, in their order"
         )
-    return execute(decide(request), request)
+    return run(request)
 
 
 def all_gather_coalesced(
@@ -92,7 +85,7 @@ def all_gather_coalesced(
     **options: Unpack[ExactOptions],
 ) -> Any:
     """:func:`all_gather_into_tensor` of several tensors of one dtype in one call, with the arguments of DeepSpeed's backend."""
-    call = CallOptions(**options, lossy=None)
+    call = CallOptions(**options)
     return run(request_shards("all_gather_coalesced", output_tensors, input_tensors, group, async_op, call))
 
 
@@ -120,10 +113,8 @@ def request_shards(
         output_tensors,
         group,
         async_op,
-        *call,
+        call,
         plain=plain,
         numel=sum(own) * ranks,
-        sent=sum(own) * (ranks - 1),
         problem=f"outputs must have {ranks} times the elements of the inputs {own}, got {whole}" if wrong else "",
-        flat=True,
     )

@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 from typing_extensions import Unpack
 
-from ds_zipccl.comm.execution import pass_small, run, sent_to_peers
-from ds_zipccl.comm.group_state import group_size
+from ds_zipccl.comm.execution import pass_small, run
+from ds_zipccl.comm.reduction_order import Sum
 from ds_zipccl.comm.request import CallOptions, Options, Request, is_small
 from ds_zipccl.comm.shadow_check import Plain
 from ds_zipccl.comm.work import JoinedWork
@@ -37,15 +37,16 @@ def all_reduce(
     With ``lossy``, equal tensors are added exactly, others lossily. Every schedule of a lossy sum compares the hashes first, so that the
     tensors alone decide which of the two, not a time, a schedule or a size of memory.
     """
-    call, kind = CallOptions(**options), _REPLICATED if replicated else ""
+    call = CallOptions(**options, kind=_REPLICATED if replicated else "")
     if is_small(tensor, call.config):
-        sent = 2 * sent_to_peers(tensor.nbytes, group)
-        return pass_small("all_reduce", call, sent, lambda: dist.all_reduce(tensor, op, group, async_op), kind=kind)
+        return pass_small(
+            "all_reduce", call, tensor.nbytes, group, lambda: dist.all_reduce(tensor, op, group, async_op)
+        )
 
     def plain(inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor], later: bool) -> Any:
         return dist.all_reduce(outputs[0], op, group, later)
 
-    return _all_reduce("all_reduce", [tensor], op, group, async_op, call, plain, kind)
+    return _all_reduce("all_reduce", [tensor], op, group, async_op, call, plain)
 
 
 def all_reduce_coalesced(
@@ -72,22 +73,6 @@ def _all_reduce(
     async_op: bool,
     call: CallOptions,
     plain: Plain,
-    kind: str = "",
 ) -> Any:
-    ranks = group_size(group)
     numel = sum(tensor.numel() for tensor in tensors)
-    request = Request(
-        name,
-        [],
-        tensors,
-        group,
-        async_op,
-        *call,
-        plain=plain,
-        numel=numel,
-        sent=2 * numel * (ranks - 1) / ranks,
-        memory_order=name == "all_reduce",  # the plain all-reduce of several tensors lays copies end to end
-        kind=kind,
-        reduce_op=op,
-    )
-    return run(request)
+    return run(Request(name, [], tensors, group, async_op, call, plain=plain, numel=numel, sum=Sum(op)))

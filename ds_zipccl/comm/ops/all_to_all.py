@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from typing_extensions import Unpack
 
-from ds_zipccl.comm.execution import pass_small, run, sent_to_peers
+from ds_zipccl.comm.execution import pass_small, run
 from ds_zipccl.comm.group_state import group_size
 from ds_zipccl.comm.request import CallOptions, Options, Request, Segments, is_small
 
@@ -36,15 +36,11 @@ def all_to_all(
         output_tensor_list,
         group,
         async_op,
-        *CallOptions(**options),
+        CallOptions(**options, kind=kind),
         plain=lambda inputs, outputs, later: dist.all_to_all(list(outputs), list(inputs), group, later),
         numel=None,
-        sent=_elements_for_peers(leaving, group),
         problem=_misfit(leaving, coming, group),
-        plain_fits=False,  # gloo refuses sizes that differ
-        row_width=_row_width(input_tensor_list) if row_width is None else row_width,
-        kind=kind,
-        segments=Segments(leaving, coming),
+        segments=Segments(leaving, coming, _row_width(input_tensor_list) if row_width is None else row_width),
     )
     return run(request)
 
@@ -72,16 +68,13 @@ def all_to_all_single(
             ranks.
     """
     even = not input_split_sizes and not output_split_sizes
-    call = CallOptions(**options)
+    call = CallOptions(**options, kind=kind)
     if even and is_small(input, call.config):
-        sent = sent_to_peers(input.nbytes, group)
-        return pass_small(
-            "all_to_all_single",
-            call,
-            sent,
-            lambda: dist.all_to_all_single(output, input, None, None, group, async_op),
-            kind=kind,
-        )
+
+        def plain() -> Any:
+            return dist.all_to_all_single(output, input, None, None, group, async_op)
+
+        return pass_small("all_to_all_single", call, input.nbytes, group, plain)
     leaving, coming = _segments(input, input_split_sizes, group), _segments(output, output_split_sizes, group)
     request = Request(
         "all_to_all_single",
@@ -89,16 +82,13 @@ def all_to_all_single(
         [output],
         group,
         async_op,
-        *call,
+        call,
         plain=lambda inputs, outputs, later: dist.all_to_all_single(
             outputs[0], inputs[0], output_split_sizes, input_split_sizes, group, later
         ),
         numel=input.numel() if even else None,
-        sent=_elements_for_peers(leaving, group),
         problem=_unsplit(input, leaving) or _unsplit(output, coming) or _misfit(leaving, coming, group),
-        row_width=_row_width([input]) if row_width is None else row_width,
-        kind=kind,
-        segments=Segments(leaving, coming),
+        segments=Segments(leaving, coming, _row_width([input]) if row_width is None else row_width),
     )
     return run(request)
 
@@ -115,11 +105,6 @@ def _segments(tensor: torch.Tensor, rows: Sequence[int] | None, group: dist.Proc
         ranks = group_size(group)
         return [tensor.numel() // ranks] * ranks
     return [rows_of_rank * math.prod(tensor.shape[1:]) for rows_of_rank in rows]
-
-
-def _elements_for_peers(sizes: Sequence[int], group: dist.ProcessGroup | None) -> int:
-    rank = dist.get_rank(group)
-    return sum(size for peer, size in enumerate(sizes) if peer != rank)
 
 
 def _unsplit(tensor: torch.Tensor, sizes: Sequence[int]) -> str:

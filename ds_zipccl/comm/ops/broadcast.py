@@ -24,10 +24,10 @@ def broadcast(
     """``torch.distributed.broadcast``: every rank's ``tensor`` becomes that of global rank ``src`` or group rank ``group_src``."""
     if not is_member(group):
         return dist.broadcast(tensor, src, group, async_op)
-    call = CallOptions(**options, lossy=None)
+    call = CallOptions(**options)
     if src is not None and is_small(tensor, call.config):
         sent = tensor.nbytes if src == dist.get_rank() else 0
-        return pass_small("broadcast", call, sent, lambda: dist.broadcast(tensor, src, group, async_op))
+        return pass_small("broadcast", call, sent, group, lambda: dist.broadcast(tensor, src, group, async_op))
     root = group_rank(group, src, group_src)
     root_globally = dist.get_global_rank(resolve_group(group), root)
     sends = dist.get_rank(group) == root
@@ -37,11 +37,9 @@ def broadcast(
         [] if sends else [tensor],
         group,
         async_op,
-        *call,
+        call,
         plain=lambda inputs, outputs, later: dist.broadcast([*inputs, *outputs][0], root_globally, group, later),
         numel=tensor.numel(),
-        sent=tensor.numel() * sends,
-        memory_order=True,
         root=root,
     )
     return run(request)

@@ -58,8 +58,7 @@ def agree_sizes(
         like = tensors.empty(0, dtype, some[0][1].device)
         # decided on, not executed
         request = request_shards(GATHER, [like], [like], group, False, CallOptions(config, role))
-        numel = sum(words.numel() for _, words in some)
-        request.numel, request.sent = numel * state.size, numel * (state.size - 1)
+        request.numel = sum(words.numel() for _, words in some) * state.size
         decision = decide(request).decision
         if decision.on_device and decision.codec != "raw":
             codec = decision.codec
@@ -141,7 +140,7 @@ class _Gather:
         if call.config.check == "shadow":
             options = CallOptions(call.config, call.role)
             whole = request_shards(GATHER, [self._output], [self._input], call.group, False, options)
-            shadow = Shadow(whole.plain, whole.inputs, whole.outputs, whole.tolerance, call.size)
+            shadow = Shadow(whole.plain, whole.inputs, whole.outputs, whole.sum.tolerance, call.size)
             self._check = _raw_context(call), shadow
         for number, one in self._valid.items():
             rows, shard = self._rows[number], self._shards[number]

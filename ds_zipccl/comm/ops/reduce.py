@@ -10,6 +10,7 @@ from typing_extensions import Unpack
 
 from ds_zipccl.comm.execution import run
 from ds_zipccl.comm.group_state import group_rank, is_member, resolve_group
+from ds_zipccl.comm.reduction_order import Sum
 from ds_zipccl.comm.request import CallOptions, Options, Request
 
 
@@ -35,12 +36,10 @@ def reduce(
         [tensor] if adds else [],
         group,
         async_op,
-        *CallOptions(**options),
+        CallOptions(**options),
         plain=lambda inputs, outputs, later: dist.reduce([*inputs, *outputs][0], root_globally, op, group, later),
         numel=tensor.numel(),
-        sent=tensor.numel() * (not adds),
-        memory_order=True,
-        reduce_op=op,
+        sum=Sum(op),
         root=root,
     )
     return run(request)

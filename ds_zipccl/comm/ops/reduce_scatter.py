@@ -8,8 +8,9 @@ import torch
 import torch.distributed as dist
 from typing_extensions import Unpack
 
-from ds_zipccl.comm.execution import pass_small, run, sent_to_peers
+from ds_zipccl.comm.execution import pass_small, run
 from ds_zipccl.comm.group_state import group_size
+from ds_zipccl.comm.reduction_order import Sum
 from ds_zipccl.comm.request import CallOptions, Options, Request, is_small
 
 
@@ -27,10 +28,11 @@ def reduce_scatter_tensor(
     """
     call = CallOptions(**options)
     if is_small(input, call.config):
-        sent = sent_to_peers(input.nbytes, group)
-        return pass_small(
-            "reduce_scatter_tensor", call, sent, lambda: dist.reduce_scatter_tensor(output, input, op, group, async_op)
-        )
+
+        def plain() -> Any:
+            return dist.reduce_scatter_tensor(output, input, op, group, async_op)
+
+        return pass_small("reduce_scatter_tensor", call, input.nbytes, group, plain)
     ranks = group_size(group)
     wrong = output.numel() * ranks != input.numel()
     problem = f"input must have {ranks} times {output.numel()} elements of output, got {input.numel()}"
@@ -40,13 +42,11 @@ def reduce_scatter_tensor(
         [output],
         group,
         async_op,
-        *call,
+        call,
         plain=lambda inputs, outputs, later: dist.reduce_scatter_tensor(outputs[0], inputs[0], op, group, later),
         numel=input.numel(),
-        sent=input.numel() * (ranks - 1) / ranks,
         problem=problem if wrong else "",
-        flat=True,
-        reduce_op=op,
+        sum=Sum(op),
     )
     return run(request)
 
@@ -70,11 +70,10 @@ def reduce_scatter(
         [output],
         group,
         async_op,
-        *CallOptions(**options),
+        CallOptions(**options),
         plain=lambda inputs, outputs, later: dist.reduce_scatter(outputs[0], list(inputs), op, group, later),
         numel=sum(sizes),
-        sent=sum(sizes) * (ranks - 1) / ranks,
         problem=problem if wrong else "",
-        reduce_op=op,
+        sum=Sum(op),
     )
     return run(request)

@@ -14,10 +14,10 @@ import torch
 import torch.distributed as dist
 from typing_extensions import Unpack
 
-from ds_zipccl.comm.decision import decide
-from ds_zipccl.comm.execution import execute, pass_small, sent_to_peers
-from ds_zipccl.comm.group_state import group_size, group_streams, is_member
-from ds_zipccl.comm.request import CallOptions, Options, Owned, Request, is_small, memory_order
+from ds_zipccl.comm.execution import pass_small, run
+from ds_zipccl.comm.group_state import group_size, is_member
+from ds_zipccl.comm.reduction_order import Owned, Sum
+from ds_zipccl.comm.request import CallOptions, Options, Request, is_small, memory_order
 from ds_zipccl.comm.work import JoinedWork
 
 NAME = "reduce_to_owners"
@@ -56,9 +56,9 @@ def reduce_to_owners(
     spans = spans_of(tensor, owners, ranks)
     call = CallOptions(**options)
     if is_small(tensor, call.config):
-        pass_small(NAME, call, 2 * sent_to_peers(tensor.nbytes, group), lambda: dist.all_reduce(tensor, op, group))
+        pass_small(NAME, call, tensor.nbytes, group, lambda: dist.all_reduce(tensor, op, group))
         return
-    own, disjoint = spans[rank], _disjoint(spans)
+    own = spans[rank]
 
     def plain(inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor], later: bool) -> Any:
         dist.all_reduce(inputs[0], op, group)
@@ -73,18 +73,12 @@ def reduce_to_owners(
         _parts(tensor, own),
         group,
         False,
-        *call,
+        call,
         plain=plain,
         numel=tensor.numel(),
-        sent=2 * tensor.numel() * (ranks - 1) / ranks,
-        memory_order=True,
-        sends_less=True,
-        reduce_op=op,
-        owned=Owned(spans, disjoint),
+        sum=Sum(op, Owned(spans, _disjoint(spans))),
     )
-    request.prepare()
-    request.plain_sums &= not (disjoint and group_streams(group, tensor.device.type))
-    execute(decide(request), request)
+    run(request)
 
 
 def spans_of(tensor: torch.Tensor, owners: Owners, ranks: int) -> list[list[slice]]:
