@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 import torch
@@ -22,6 +23,7 @@ from ds_zipccl.lossy import LossyCodec
 SUMMED_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
+@functools.lru_cache(maxsize=1 << 14)  # a program repeats its sizes, and a receive asks for every codec
 def compress_bound(
     numel: int,
     dtype: torch.dtype,
