@@ -23,27 +23,21 @@ class Runtime(Protocol):
 
     def current_stream(self, device: torch.device) -> Any:
         """Return the calling thread's current stream of ``device``."""
-        ...
 
     def stream(self, stream: Any) -> AbstractContextManager[Any]:
         """Return a context in which ``stream``, and its device, are current for the calling thread."""
-        ...
 
     def device(self, device: torch.device) -> AbstractContextManager[Any]:
         """Return a context in which ``device`` is current for the calling thread."""
-        ...
 
     def is_current_stream_capturing(self) -> bool:
         """Return whether the current stream records a graph; nothing may wait for the device then."""
-        ...
 
     def cudart(self) -> Any:
         """Return the functions of the CUDA runtime; ``cudaHostRegister`` and ``cudaHostUnregister`` are two of them."""
-        ...
 
     def get_device_properties(self, device: torch.device) -> Any:
         """Return the properties of ``device``; ``multi_processor_count`` is one of them."""
-        ...
 
 
 #: device type -> runtime. A device that is not here has no streams: its work is done when a call returns.

@@ -46,15 +46,11 @@ hook_points.declare(
     _method("TorchBackend.batch_isend_irecv", first=("self", "p2p_op_list"), without="batches of sends stay plain"),
 )
 #: The collectives that this DeepSpeed has: name -> operation.
-_OFFERED = {
+OFFERED = {
     name: op
     for name, op in OPS.items()
     if name != reduce_to_owners.NAME and hook_points.fits(f"TorchBackend.{name}", TorchBackend)
 }
-#: DeepSpeed's collectives with a coded schedule: name -> parameters, in the order of those of ds_zipccl.comm.
-COLLECTIVES = {name: op.parameters for name, op in _OFFERED.items() if op.coded}
-#: DeepSpeed's collectives without a coded schedule: name -> parameters.
-WITHOUT_SCHEDULE = {name: op.parameters for name, op in _OFFERED.items() if not op.coded}
 _DEFAULTS = {
     "op": ReduceOp.SUM,
     "group": None,
@@ -95,30 +91,31 @@ def _collective(name: str) -> Callable[..., Any]:
 
 
 def _coded(name: str) -> Callable[..., Any]:
-    """Return the coded method for one collective."""
-    plain, run, parameters = getattr(TorchBackend, name), getattr(comm, name), COLLECTIVES[name]
-    point_to_point = OPS[name].point_to_point
-    own = next((at for at, key in enumerate(parameters) if key.startswith("input")), 0)
+    """Return the coded method for one collective; for one without a coded schedule DeepSpeed's own, counted."""
+    plain, one = getattr(TorchBackend, name), OPS[name]
+    run = getattr(comm, name) if one.coded else None
+    own = next((key for key in one.parameters if key.startswith("input")), one.parameters[0])
 
     @functools.wraps(plain)
     def coded(self: ZipcclBackend, *args: Any, **kwargs: Any) -> Any:
-        given = {**dict(zip(parameters, args, strict=False)), **kwargs}
-        values: list[Any] = [given[key] if key in given else _DEFAULTS[key] for key in parameters]
-        op = None
-        if "op" in parameters:
-            op = values[parameters.index("op")] = self._reduce_op(values[parameters.index("op")])
-        role = self.job.role_of(name, given.get("group"))
+        given = {**_DEFAULTS, **dict(zip(one.parameters, args, strict=False)), **kwargs}
+        role = self.job.role_of(name, given["group"])
+        if run is None:
+            counters.record_pass(role, name, _nbytes(given["tensor"]), PassReason.NO_SCHEDULE.of(name))
+            return plain(self, *args, **kwargs)
+        op = given["op"] = self._reduce_op(given["op"]) if "op" in one.parameters else None
+        values = [given[key] for key in one.parameters]
         config = self.job.config
         assert config is not None  # only the coded method asks
         more: dict[str, Any] = {"config": config, "role": role}
-        if config.lossy_roles and (codec := lossy_calls.take_hint(config, role, name, values[own], op)) is not None:
+        if config.lossy_roles and (codec := lossy_calls.take_hint(config, role, name, given[own], op)) is not None:
             if isinstance(codec, PowerSum):
-                if not given.get("async_op"):
-                    return codec.run(values[0], op, values[2], config, role)
+                if not given["async_op"]:
+                    return codec.run(values[0], op, given["group"], config, role)
                 lossy_calls.stays_exact(role, name, codec.codec, "asynchronous")
             else:
                 more["lossy"] = codec
-        if point_to_point:
+        if one.point_to_point:
             device = values[0].device.type
             if device == "cpu":
                 return run(*values, **more)
@@ -128,11 +125,11 @@ def _coded(name: str) -> Callable[..., Any]:
         if name == "all_reduce" and (owners := slice_owners(self.job, *values, role=role)):
             return comm.reduce_to_owners(values[0], owners, *values[1:3], **more)
         if (name, role) == _PARAMETER_GATHER:
-            if gathers.is_secondary(values[0].device, values[2]):
-                sent = sent_to_peers(_nbytes(values[0]), values[2])
+            if gathers.is_secondary(values[0].device, given["group"]):
+                sent = sent_to_peers(_nbytes(values[0]), given["group"])
                 counters.record_pass(role, name, sent, PassReason.SECONDARY.value)
                 return plain(self, *values)
-            more |= gather_parameters(values[0], values[2])
+            more |= gather_parameters(values[0], given["group"])
             if "parts" in more:
                 return comm.gather_parts(*values, **more)
         if name == "all_to_all_single":
@@ -142,21 +139,6 @@ def _coded(name: str) -> Callable[..., Any]:
         return run(*values, **more)
 
     return coded
-
-
-def _counted(name: str) -> Callable[..., Any]:
-    """Return the backend's method for a collective without a coded schedule: DeepSpeed's own, counted."""
-    plain, parameters = getattr(TorchBackend, name), WITHOUT_SCHEDULE[name]
-
-    @functools.wraps(plain)
-    def method(self: ZipcclBackend, *args: Any, **kwargs: Any) -> Any:
-        if self.job.config is not None and not torch.compiler.is_dynamo_compiling():
-            given = {**dict(zip(parameters, args, strict=False)), **kwargs}
-            role = self.job.role_of(name, given.get("group"))
-            counters.record_pass(role, name, _nbytes(given["tensor"]), PassReason.NO_SCHEDULE.of(name))
-        return plain(self, *args, **kwargs)
-
-    return method
 
 
 def _nbytes(tensor: torch.Tensor) -> int:
@@ -228,10 +210,14 @@ class ZipcclBackend(TorchBackend):  # type: ignore[misc]
         if config is None:
             return
         _load_kernels(config)
-        _check_codecs(config)
-        config = _only_with_kernels(_only_with_rows(config))
+        config = _with_all_kernels(config)
         hook_points.skip_frames()
-        self.job.untraced = {name: hook_points.outside_graphs(getattr(type(self), name).coded) for name in COLLECTIVES}
+        self.job.untraced = {
+            name: hook_points.outside_graphs(getattr(type(self), name).coded)
+            if op.coded
+            else getattr(TorchBackend, name)
+            for name, op in OFFERED.items()
+        }
         self.job.config = config
         if config.torch_distributed:
             torch_calls.wrap(self.job)
@@ -275,10 +261,8 @@ class ZipcclBackend(TorchBackend):  # type: ignore[misc]
         return [handle for handle in handles if handle is not None]
 
 
-for _name in COLLECTIVES:
+for _name in OFFERED:
     setattr(ZipcclBackend, _name, _collective(_name))
-for _name in WITHOUT_SCHEDULE:
-    setattr(ZipcclBackend, _name, _counted(_name))
 if not hook_points.fits("TorchBackend.batch_isend_irecv", TorchBackend):
     del ZipcclBackend.batch_isend_irecv
 
@@ -298,54 +282,48 @@ def _load_kernels(config: ZipcclConfig) -> None:
             kernels.route(kernels.preferred(config.route, "cuda"), "cuda")
 
 
-def _ranks_lack(load: Callable[[], object], what: str) -> str:
-    """Return a sentence about the ranks on which ``load`` finds no kernels, with the reason of the first; "" where all have them. The other
-    ranks would wait for them. A collective of all ranks; blocks."""
-    told = topology.tell(resolve_group(None), kernels.lacking(load))
-    missing = {rank: said for rank, said in told.items() if said}
-    rank, said = next(iter(missing.items()), (0, ""))
-    return f"ranks {sorted(missing)} {what}; rank {rank}: {said}" if missing else ""
-
-
-def _check_codecs(config: ZipcclConfig) -> None:
-    """Accept lossy roles where all ranks have the kernels of their codecs. A collective of all ranks where there are such roles; blocks.
+def _with_all_kernels(config: ZipcclConfig) -> ZipcclConfig:
+    """Return the config with the features off for which a rank has no kernels, as the other ranks would wait for it; rank 0 says which, and
+    why. A collective of all ranks for each feature that the config asks for; blocks.
 
     Raises:
-        RouteUnavailable: a rank lacks them, on all ranks.
+        RouteUnavailable: a rank has no kernels of the lossy codecs, on all ranks.
     """
-    if config.lossy and config.lossy_roles:
-        route = kernels.preferred(config.route, "cpu")
-        what = "lack the lossy codecs of the roles"
-        if why := _ranks_lack(lambda: kernels.lossy_route(route, "cpu", _LOSSY_FUNCTION), what):
-            raise kernels.RouteUnavailable(f"{why}; {_REMEDY}, or name no lossy codec")
-
-
-def _only_with_rows(config: ZipcclConfig) -> ZipcclConfig:
-    """Return the config with ``rows`` off if a rank has no kernels of row frames. A collective of all ranks where expert traffic may be
-    coded; blocks."""
-    if config.rows == "off" or config.mode_of("ep") == "never":
-        return config
-    route = kernels.preferred(config.route, "cpu")
-    why = _ranks_lack(lambda: kernels.row_route(route, "cpu"), "have no kernels of row frames")
-    return _switched_off(config, "rows", f"{why}; {_REMEDY}") if why else config
-
-
-def _only_with_kernels(config: ZipcclConfig) -> ZipcclConfig:
-    """Return the config with ``nccl`` off if a rank has no kernels for groups in stream order. A collective of all ranks where ``nccl`` is
-    on; blocks."""
     device, state = _device(), group_state(None)
-    if config.nccl == "off" or state is None or state.size == 1 or not state.streams(device.type):
-        return config
-    route = kernels.preferred(config.route, device.type)
-    why = _ranks_lack(lambda: kernels.route(route, device.type), "have no kernels")
-    return _switched_off(config, "nccl", why) if why else config
-
-
-def _switched_off(config: ZipcclConfig, key: str, why: str) -> ZipcclConfig:
-    """Return the config with ``key`` off; rank 0 says why."""
-    if torch.distributed.get_rank() == 0:
-        print(f"[ds_zipccl] {key} is off: {why}", flush=True)
-    return replace(config, **{key: "off"})  # type: ignore[arg-type]
+    streams = state is not None and state.size > 1 and state.streams(device.type)
+    host = kernels.preferred(config.route, "cpu")
+    features: tuple[tuple[str, bool, Callable[[], object], str], ...] = (
+        (
+            "lossy",
+            config.lossy and bool(config.lossy_roles),
+            lambda: kernels.lossy_route(host, "cpu", _LOSSY_FUNCTION),
+            f"lack the lossy codecs of the roles; {{}}; {_REMEDY}, or name no lossy codec",
+        ),
+        (
+            "rows",
+            config.rows != "off" and config.mode_of("ep") != "never",
+            lambda: kernels.row_route(host, "cpu"),
+            f"have no kernels of row frames; {{}}; {_REMEDY}",
+        ),
+        (
+            "nccl",
+            config.nccl != "off" and streams,
+            lambda: kernels.route(kernels.preferred(config.route, device.type), device.type),
+            "have no kernels; {}",
+        ),
+    )
+    for key, wanted, load, what in features:
+        told = topology.tell(resolve_group(None), kernels.lacking(load)) if wanted else {}
+        if not (missing := {rank: said for rank, said in told.items() if said}):
+            continue
+        rank, said = next(iter(missing.items()))
+        why = f"ranks {sorted(missing)} {what.format(f'rank {rank}: {said}')}"
+        if key == "lossy":
+            raise kernels.RouteUnavailable(why)
+        if torch.distributed.get_rank() == 0:
+            print(f"[ds_zipccl] {key} is off: {why}", flush=True)
+        config = replace(config, **{key: "off"})  # type: ignore[arg-type]
+    return config
 
 
 def _device() -> torch.device:

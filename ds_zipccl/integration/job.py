@@ -103,7 +103,7 @@ class Bypass:
         for (name, _, kind), tally in tallies.items():
             if tally.reason is not None:
                 sent = int(tally.nbytes * tally.share)
-                counters.record_passes(tally.role, name, tally.calls, sent, tally.reason.value, kind=kind)
+                counters.record_pass(tally.role, name, sent, tally.reason.value, kind=kind, calls=tally.calls)
 
     def _begin(self, name: str, group: dist.ProcessGroup | None) -> _Tally:
         reason = comm_engine.never_coded(name, group, self._device)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import importlib
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from types import MappingProxyType
 
 import torch
@@ -65,39 +66,32 @@ def describe(groups: Iterable[Group], device: str, config: ZipcclConfig, settled
         device: the type of device of the model's tensors. CPU tensors are mentioned too if they alone are coded.
         settled: for groups in stream order; None where nothing was settled.
     """
-    several = [group for group in groups if group.ranks > 1]
-    if not several:
+    groups = list(groups)
+    found = _backends(groups, device, partial(_passes, device, config, settled))
+    if not found:
         return "nothing will be coded: this job has one rank"
-    coded, passed = _tally(several, device, config, settled)
-    why = "; ".join(
-        f"{device} tensors go over {backend or 'no backend'}{_count(number)}{reason}"
-        for (backend, reason), number in passed.items()
-    )
+    coded = ", ".join(name for name, reason in found if not reason)
+    why = "; ".join(f"{device} tensors go over {name}{reason}" for name, reason in found if reason)
     if coded:
-        return f"codes {_list(device, coded)}{f'; not coded: {why}' if why else ''}"
-    on_cpu, _ = _tally(several, "cpu", config, settled) if device != "cpu" else (Counter(), {})
-    if on_cpu:
-        return f"no {device} tensor will be coded: {why}; codes {_list('cpu', on_cpu)}"
+        return f"codes {device} tensors over {coded}{f'; not coded: {why}' if why else ''}"
+    on_host = _backends(groups, "cpu", partial(_passes, "cpu", config, settled)) if device != "cpu" else []
+    if coded := ", ".join(name for name, reason in on_host if not reason):
+        return f"no {device} tensor will be coded: {why}; codes cpu tensors over {coded}"
     return f"nothing will be coded: {why}"
 
 
-def _tally(
-    groups: Iterable[Group], device: str, config: ZipcclConfig, settled: Settled | None
-) -> tuple[Counter[str], Counter[tuple[str, str]]]:
-    """Count the groups by the backend of a type of device: those that are coded, and the others, by the reason as well."""
-    coded: Counter[str] = Counter()
-    passed: Counter[tuple[str, str]] = Counter()
-    for group in groups:
-        backend = group.backends.get(device, "")
-        reason = _passes(group, device, backend, config, settled)
-        if reason:
-            passed[backend, reason] += 1
-        else:
-            coded[backend] += 1
-    return coded, passed
+def _backends(groups: Iterable[Group], device: str, reason_of: Callable[[str, Group], str]) -> list[tuple[str, str]]:
+    """Return the backends that serve a type of device in groups of several ranks, each with the number of its groups if that is not one,
+    and the reason that ``reason_of`` gives for these groups."""
+    served = [(group.backends.get(device, ""), group) for group in groups if group.ranks > 1]
+    counts = Counter((backend, reason_of(backend, group)) for backend, group in served)
+    return [
+        (f"{backend or 'no backend'}{'' if number == 1 else f' ({number} groups)'}", reason)
+        for (backend, reason), number in counts.items()
+    ]
 
 
-def _passes(group: Group, device: str, backend: str, config: ZipcclConfig, settled: Settled | None) -> str:
+def _passes(device: str, config: ZipcclConfig, settled: Settled | None, backend: str, group: Group) -> str:
     """Return the reason why all tensors of a type of device pass through in a group, to follow the backend's name; "" if they do not."""
     if backend not in admission.CODED_BACKENDS.get(device, ()):
         return ", for which there are no coded schedules yet"
@@ -112,15 +106,6 @@ def _passes(group: Group, device: str, backend: str, config: ZipcclConfig, settl
     if settled is not None and settled.reason is not None and settled.sums == "plain":
         return f", {settled.reason.value}"
     return ""
-
-
-def _list(device: str, counts: Mapping[str, int]) -> str:
-    where = ", ".join(f"{backend}{_count(number)}" for backend, number in counts.items())
-    return f"{device} tensors over {where}"
-
-
-def _count(number: int) -> str:
-    return "" if number == 1 else f" ({number} groups)"
 
 
 def lossy_line(
@@ -139,15 +124,9 @@ def lossy_line(
     named = [role for role in ROLES if role in config.lossy_roles]
     roles = "; ".join(config.lossy_roles[role].describe(role) for role in named)
     exact = [f"some calls of {role}, as {unhooked[role]}" for role in named if role in unhooked]
-    several = [group for group in groups if group.ranks > 1]
-    reasons = Counter((group.backends.get(device, ""), _exact(group, device, config)) for group in several)
-    if not several:
-        exact.append("all of them, as this job has one rank")
-    exact += [
-        f"{device} tensors over {backend or 'no backend'}{_count(number)}, as {why}"
-        for (backend, why), number in reasons.items()
-        if why
-    ]
+    found = _backends(groups, device, partial(_exact, device, config))
+    exact += [f"{device} tensors over {name}, as {why}" for name, why in found if why]
+    exact += [] if found else ["all of them, as this job has one rank"]
     but = f"; bit-exact all the same: {'; '.join(exact)}" if exact else ""
     return f"[ds_zipccl] LOSSY by config: {roles}; all other roles bit-exact{but}"
 
@@ -162,9 +141,8 @@ def fused_line(config: ZipcclConfig) -> str:
     )
 
 
-def _exact(group: Group, device: str, config: ZipcclConfig) -> str:
+def _exact(device: str, config: ZipcclConfig, backend: str, group: Group) -> str:
     """Return the reason why no tensor of a type of device is lossy in a group; "" where tensors may be."""
-    backend = group.backends.get(device, "")
     if backend not in admission.CODED_BACKENDS.get(device, ()):
         return "there are no coded schedules for it yet"
     if backend in admission.STREAM_BACKENDS and config.nccl == "off":

@@ -40,26 +40,27 @@ class Packer:
         self.fragment = fragment
         self._words, self._bases, self._frames = words.Staging(), words.Staging(), words.Staging()
 
-    def gather(self, slices: Sequence[Slice], source: words.Words) -> torch.Tensor:
-        """The words of a fragment, until the next call."""
-        return self._words.gather(slices, source)
-
-    def base(self, slices: Sequence[Slice], source: Mapping[str, torch.Tensor], device: torch.device) -> torch.Tensor:
-        """The base's words of a fragment, until the next call."""
-        return self._bases.gather(slices, source.__getitem__).to(device)
-
-    def record(self, fragment: torch.Tensor, base: torch.Tensor | None, index: int, new_id: bytes) -> torch.Tensor:
-        """The record of a fragment, on the CPU."""
+    def record(
+        self,
+        slices: Sequence[Slice],
+        source: words.Words,
+        base: Mapping[str, torch.Tensor] | None,
+        index: int,
+        new_id: bytes,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The record of a fragment, on the CPU, and the words of the fragment, until the next call; ``base``: None for a whole one."""
+        fragment = self._words.gather(slices, source)
+        before = None if base is None else self._bases.gather(slices, base.__getitem__).to(fragment.device)
         codec = "delta" if base is not None else "cascade"
         bound = codecs.compress_bound(fragment.numel(), fragment.dtype, codec, block=self._block)
         room = self._frames.room(bound, torch.uint8, fragment.device)
         frame = codecs.compress(
-            fragment, codec, base=base, out=room, block=self._block, shaped=False, checksum=False, route=self._route
+            fragment, codec, base=before, out=room, block=self._block, shaped=False, checksum=False, route=self._route
         )
         part = tensors.empty(RECORD_BYTES + frame.numel(), torch.uint8)
         part[RECORD_BYTES:].copy_(frame)
         message.write_record(part, index, codecs.region_hash(fragment, route=self._route), new_id)
-        return part
+        return part, fragment
 
 
 def head_part(head: Head) -> torch.Tensor:
@@ -87,7 +88,7 @@ def snapshot(current: Callable[[], Held], packer: Packer) -> Iterator[torch.Tens
                     SyncErrorCode.REPLACED, "the state changed before its snapshot was read: take another one"
                 )
             with tensors.undisturbed():
-                part = packer.record(packer.gather(slices, held.words.__getitem__), None, index, held.id)
+                part, _ = packer.record(slices, held.words.__getitem__, None, index, held.id)
             yield part
 
     return parts()

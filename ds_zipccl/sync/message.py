@@ -53,6 +53,7 @@ import math
 import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import xxhash
@@ -247,9 +248,7 @@ def parse_head(data: bytes) -> Head:
         raise SyncError(SyncErrorCode.TRUNCATED, f"{len(data)} bytes of head and manifest, the head says {size}")
     fields = _HEAD.unpack_from(data)
     _, _, kind, flags, zero, version, base_version, new_id, base_id, manifest_bytes, records, zeros, checksum = fields
-    state = xxhash.xxh3_64(data[: HEAD_BYTES - 8])
-    state.update(data[HEAD_BYTES:])
-    if state.intdigest() != checksum:
+    if _checksum(data, HEAD_BYTES) != checksum:
         raise SyncError(SyncErrorCode.DAMAGED, "the head was damaged on its way: have the message sent again")
     full, has_manifest, partial = kind == FULL, bool(flags & _HAS_MANIFEST), bool(flags & _PARTIAL)
     sound = kind in (FULL, DELTA) and flags <= (_HAS_MANIFEST | _PARTIAL) and not zero and not zeros and version
@@ -331,7 +330,7 @@ def write_record(buffer: torch.Tensor, index: int, words_hash: bytes, new_id: by
     """Write the fields of a record before its frame; ``buffer``: the whole record, 1-D uint8 CPU tensor."""
     view = memoryview(buffer.numpy().data)
     _RECORD.pack_into(view, 0, RECORD_MAGIC, index, len(view) - RECORD_BYTES, words_hash, new_id[:8], 0)
-    _CHECKSUM.pack_into(view, RECORD_BYTES - 8, _record_checksum(view))
+    _CHECKSUM.pack_into(view, RECORD_BYTES - 8, _checksum(view, RECORD_BYTES))
 
 
 def record_bytes(start: bytes) -> int:
@@ -361,12 +360,13 @@ def parse_record(part: torch.Tensor) -> Record:
     if len(view) != size:
         raise SyncError(SyncErrorCode.TRUNCATED, f"a record of {len(view)} bytes, its fields say {size}")
     _, index, frame_bytes, words_hash, message, checksum = _RECORD.unpack_from(view)
-    if _record_checksum(view) != checksum:
+    if _checksum(view, RECORD_BYTES) != checksum:
         raise SyncError(SyncErrorCode.DAMAGED, f"record {index} was damaged on its way: have the message sent again")
     return Record(index, frame_bytes, words_hash, message, checksum)
 
 
-def _record_checksum(view: memoryview) -> int:
-    state = xxhash.xxh3_64(view[: RECORD_BYTES - 8])
-    state.update(view[RECORD_BYTES:])
+def _checksum(part: Any, fields: int) -> int:
+    """The checksum of a part, without the checksum's own bytes: the last 8 of its first ``fields``."""
+    state = xxhash.xxh3_64(part[: fields - 8])
+    state.update(part[fields:])
     return state.intdigest()

@@ -220,12 +220,9 @@ class Receiver:
         whole = Held(head.version, head.id, layout, target)
         self._held = Held(0, bytes(16), layout, target)  # an error from here on leaves no state
         for part, _, slices, delta in waiting:
-            if len(slices) == 1:
-                out = target[slices[0].name][slices[0].start : slices[0].stop]
-                self._decode(part, out, out if delta else None)
-            else:
-                out = self._bases.gather(slices, target.__getitem__)
-                self._decode(part, out, out if delta else None)
+            out = self._bases.gather(slices, target.__getitem__)
+            self._decode(part, out, out if delta else None)
+            if len(slices) > 1:  # otherwise these are the words of the tensor itself
                 words.scatter(out, slices, target)
         self._held = whole
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from functools import lru_cache
 
 import torch
 
@@ -121,23 +123,21 @@ class Sender:
         fragments = [
             (stream, slices) for stream in found for slices in words.cut(stream, layout, self._packer.fragment)
         ]
-        head = Head(
-            head.kind, head.version, head.id, len(fragments), head.base_version, head.base_id, head.layout, head.partial
-        )
-        start = head_part(head)
+        start = head_part(replace(head, records=len(fragments)))
 
         def parts() -> Iterator[torch.Tensor]:
             yield start
             self._own_turn(turn)
-            source = _Source(state, layout)
+            # the last words are kept: a tensor that is not contiguous is copied for them
+            source = lru_cache(maxsize=1)(lambda name: words.flat(state[name], layout[name]))
             target = self._memory(state, layout)
             self._held = Held(0, head.id, layout, target)  # not whole before the last record
             for index, (stream, slices) in enumerate(fragments):
                 self._own_turn(turn)
                 with tensors.undisturbed():
-                    fragment = self._packer.gather(slices, source)
-                    before = self._packer.base(slices, target, fragment.device) if stream.delta else None
-                    part = self._packer.record(fragment, before, index, head.id)
+                    part, fragment = self._packer.record(
+                        slices, source, target if stream.delta else None, index, head.id
+                    )
                     words.scatter(fragment, slices, target)
                 yield part
             self._own_turn(turn)
@@ -161,16 +161,3 @@ class Sender:
             kept = old is not None and (old.dtype, old.numel()) == spec.words
             found[name] = old.to(device) if old is not None and kept else words.empty(spec, device)
         return found
-
-
-class _Source:
-    """Flat words of the tensors of a state. The last one is kept, because a tensor that is not contiguous is copied for them."""
-
-    def __init__(self, state: Mapping[str, torch.Tensor], layout: message.Layout) -> None:
-        self._state, self._layout = state, layout
-        self._last: tuple[str, torch.Tensor] | None = None
-
-    def __call__(self, name: str) -> torch.Tensor:
-        if self._last is None or self._last[0] != name:
-            self._last = name, words.flat(self._state[name], self._layout[name])
-        return self._last[1]

@@ -1,19 +1,14 @@
-"""Process-wide counters of communication: integers under one lock. Counting never waits for a device or a rank."""
+"""Process-wide counters of communication and of lossy frames, under one lock. Counting never waits for a device or a rank."""
 
 from __future__ import annotations
 
+import math
+import operator
 import threading
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import TypedDict
-
-from ds_zipccl.telemetry import lossy_counts
-from ds_zipccl.telemetry.lossy_counts import record_alike as record_alike
-from ds_zipccl.telemetry.lossy_counts import record_error as record_error
-from ds_zipccl.telemetry.lossy_counts import record_exact as record_exact
-from ds_zipccl.telemetry.lossy_counts import record_kept as record_kept
-from ds_zipccl.telemetry.lossy_counts import record_lossy as record_lossy
+from typing import Any, TypedDict
 
 #: Kinds of messages of one role and operation whose choices are kept (seed): a program that makes groups again and again has ever new
 #: kinds.
@@ -101,58 +96,43 @@ class Increment(TypedDict):
     feedback: dict[str, dict[str, float]]
 
 
-_Bytes = tuple[int, int, int]  # logical, wire, passed
-
-
 @dataclass
-class _Choice:
-    latest: str
-    count: int = 0
+class _LossyCounts:
+    """Counts of one (role, op). ``sums``: by the names of :data:`_FACTS`, the two numbers that a fact is made of."""
+
+    codec: str = ""
+    frames: int = 0
+    exact: Counter[str] = field(default_factory=Counter)
+    sums: dict[str, tuple[float, float]] = field(default_factory=dict)
 
 
-@dataclass
-class _Counts:
-    """Counts of one (role, op, kind); :class:`Row` tells their meaning."""
-
-    calls: int = 0
-    logical_bytes: int = 0
-    wire_bytes: int = 0
-    passed: int = 0
-    passed_bytes: int = 0
-    reasons: Counter[str] = field(default_factory=Counter)
-    differences: Counter[str] = field(default_factory=Counter)
-    whole: Counter[str] = field(default_factory=Counter)
-    choices: dict[str, _Choice] = field(default_factory=dict)  # the latest CHOICES
-    more_choices: int = 0
-    host_waits: int = 0
-    repeats: int = 0
+def _root(squares: float, of: float) -> float:
+    return math.sqrt(max(0.0, squares) / of)
 
 
-@dataclass
-class _Seen:
-    """Counts that a reader of :func:`since_last` has been given: bytes by role and by kind, shards by reason, sums of lossy frames by
-    role."""
-
-    roles: dict[str, _Bytes] = field(default_factory=dict)
-    kinds: dict[str, _Bytes] = field(default_factory=dict)
-    differences: Counter[str] = field(default_factory=Counter)
-    lossy: dict[str, lossy_counts.Sums] = field(default_factory=dict)
-
+#: Key of :class:`Lossy` -> what it is made of: squares of errors and of values, or a sum of cosines and their number.
+_FACTS: dict[str, Callable[[float, float], float]] = {"error": _root, "kept": _root, "alike": operator.truediv}
+#: What grows, such as "roles" or a key of _FACTS, and a role, kind or reason -> numbers that add up.
+_Sums = dict[tuple[str, str], tuple[Any, ...]]
 
 _staging_bytes = _resets = 0
 _memory: dict[str, Callable[[], int]] = {}
-_counts: dict[tuple[str, str, str], _Counts] = {}  # by role, operation and kind
-_seen: dict[str, _Seen] = {}  # by reader
+_rows: dict[tuple[str, str, str], Row] = {}  # by role, operation and kind; the ratio is that of a snapshot
+_lossy: dict[tuple[str, str], _LossyCounts] = {}  # by role and operation
+_seen: dict[str, _Sums] = {}  # by reader of since_last()
 _lock = threading.Lock()
 _late: Callable[[], None] | None = None
 
 
-def _of(role: str, op: str, kind: str = "") -> _Counts:
+def _of(role: str, op: str, kind: str = "") -> Row:
     """Return the counts of one (role, op, kind). The caller holds the lock."""
-    counts = _counts.get((role, op, kind))
-    if counts is None:
-        counts = _counts[role, op, kind] = _Counts()
-    return counts
+    row = _rows.get((role, op, kind))
+    if row is None:
+        row = _rows[role, op, kind] = Row(
+            role=role, op=op, kind=kind, calls=0, logical_bytes=0, wire_bytes=0, ratio=1.0, passed=0, passed_bytes=0,
+            reasons=Counter(), differences=Counter(), whole=Counter(), choices={}, more_choices=0, host_waits=0, repeats=0,
+        )  # fmt: skip
+    return row
 
 
 def record(role: str, op: str, logical_bytes: int, wire_bytes: int, staging_bytes: int = 0, *, kind: str = "") -> None:
@@ -169,24 +149,19 @@ def record(role: str, op: str, logical_bytes: int, wire_bytes: int, staging_byte
     global _staging_bytes
     with _lock:
         _staging_bytes = max(_staging_bytes, staging_bytes)
-        counts = _of(role, op, kind)
-        counts.calls += 1
-        counts.logical_bytes += logical_bytes
-        counts.wire_bytes += wire_bytes
+        row = _of(role, op, kind)
+        row["calls"] += 1
+        row["logical_bytes"] += logical_bytes
+        row["wire_bytes"] += wire_bytes
 
 
-def record_pass(role: str, op: str, logical_bytes: int, reason: str, *, kind: str = "") -> None:
-    """Count one call that went to the plain backend for ``reason``."""
-    record_passes(role, op, 1, logical_bytes, reason, kind=kind)
-
-
-def record_passes(role: str, op: str, calls: int, logical_bytes: int, reason: str, *, kind: str = "") -> None:
-    """Count calls that went to the plain backend for ``reason``, of ``logical_bytes`` together."""
+def record_pass(role: str, op: str, logical_bytes: int, reason: str, *, kind: str = "", calls: int = 1) -> None:
+    """Count one call that went to the plain backend for ``reason``, or several ``calls`` of ``logical_bytes`` together."""
     with _lock:
-        counts = _of(role, op, kind)
-        counts.passed += calls
-        counts.passed_bytes += logical_bytes
-        counts.reasons[reason] += calls
+        row = _of(role, op, kind)
+        row["passed"] += calls
+        row["passed_bytes"] += logical_bytes
+        row["reasons"][reason] += calls
 
 
 def count_later(count: Callable[[], None]) -> None:
@@ -203,38 +178,85 @@ def _count_late() -> None:
 def record_difference(role: str, op: str, reason: str) -> None:
     """Count one gather to which this rank sent its shard in full for ``reason``, or as a difference if ``reason`` is empty."""
     with _lock:
-        _of(role, op).differences[reason] += 1
+        _of(role, op)["differences"][reason] += 1
 
 
 def record_whole(role: str, op: str, reason: str) -> None:
     """Count one sum of gradients that went to all ranks for ``reason``, although ZeRO keeps a part on each rank."""
     with _lock:
-        _of(role, op).whole[reason] += 1
+        _of(role, op)["whole"][reason] += 1
 
 
 def record_host_wait(role: str, op: str, *, kind: str = "") -> None:
     """Count one wait of the host for a device."""
     with _lock:
-        _of(role, op, kind).host_waits += 1
+        _of(role, op, kind)["host_waits"] += 1
 
 
 def record_repeats(role: str, op: str, segments: int, *, kind: str = "") -> None:
     """Count segments that this rank sent as hashes, as the receivers keep them from the forward pass."""
     with _lock:
-        _of(role, op, kind).repeats += segments
+        _of(role, op, kind)["repeats"] += segments
 
 
 def record_choice(role: str, op: str, what: str, text: str, *, kind: str = "") -> None:
     """Count the choice ``text`` of a schedule for messages like ``what``; the latest choice for such messages is kept."""
     with _lock:
-        counts = _of(role, op, kind)
-        choice = counts.choices.pop(what, None) or _Choice(text)
-        choice.latest = text
-        choice.count += 1
-        counts.choices[what] = choice
-        if len(counts.choices) > CHOICES:
-            counts.more_choices += 1
-            del counts.choices[next(iter(counts.choices))]
+        row = _of(role, op, kind)
+        _, count = row["choices"].pop(what, ("", 0))
+        row["choices"][what] = text, count + 1  # the latest is the last
+        if len(row["choices"]) > CHOICES:
+            row["more_choices"] += 1
+            del row["choices"][next(iter(row["choices"]))]
+
+
+def _lossy_of(role: str, op: str) -> _LossyCounts:
+    """Return the counts of lossy frames of one (role, op). The caller holds the lock."""
+    return _lossy.setdefault((role, op), _LossyCounts())
+
+
+def record_lossy(role: str, op: str, codec: str, frames: int) -> None:
+    """Count ``frames`` frames that this rank sent with a lossy codec allowed, those that went exact included."""
+    with _lock:
+        counts = _lossy_of(role, op)
+        counts.codec = codec
+        counts.frames += frames
+
+
+def record_exact(role: str, op: str, why: str, count: int) -> None:
+    """Count ``count`` frames that could have been lossy and went exact, for a reason such as "not finite", "smaller" or "overflow"."""
+    with _lock:
+        _lossy_of(role, op).exact[why] += count
+
+
+def record_error(role: str, op: str, codec: str, squared_error: float, squared_values: float) -> None:
+    """Add a sampled frame to the error of a role and operation.
+
+    Args:
+        squared_error: sum of (value - what its frame decodes to) squared, over the values of the frame.
+        squared_values: sum of the squares of these values. A frame with a sum that is not finite is not counted.
+    """
+    _sample(role, op, "error", squared_error, squared_values, codec)
+
+
+def record_kept(role: str, op: str, squared_error: float, squared_values: float) -> None:
+    """Add an error that is kept for a later message: the sum of its squares, and that of the values that the program sent. Sums that are
+    not finite are not counted."""
+    _sample(role, op, "kept", squared_error, squared_values)
+
+
+def record_alike(role: str, op: str, cosine: float) -> None:
+    """Add the cosine of a stage's inputs in two consecutive micro-batches. A cosine that is not finite is not counted."""
+    _sample(role, op, "alike", cosine, 1)
+
+
+def _sample(role: str, op: str, fact: str, one: float, other: float, codec: str = "") -> None:
+    if math.isfinite(one) and math.isfinite(other):
+        with _lock:
+            counts = _lossy_of(role, op)
+            counts.codec = codec or counts.codec
+            before = counts.sums.get(fact, (0.0, 0.0))
+            counts.sums[fact] = before[0] + one, before[1] + other
 
 
 def count_memory(what: str, nbytes: Callable[[], int]) -> None:
@@ -262,64 +284,54 @@ def rows() -> list[Row]:
     _count_late()
     with _lock:
         return [
-            Row(
-                role=role,
-                op=op,
-                kind=kind,
-                calls=counts.calls,
-                logical_bytes=counts.logical_bytes,
-                wire_bytes=counts.wire_bytes,
-                ratio=ratio(counts.logical_bytes, counts.wire_bytes),
-                passed=counts.passed,
-                passed_bytes=counts.passed_bytes,
-                reasons=dict(counts.reasons),
-                differences=dict(counts.differences),
-                whole=dict(counts.whole),
-                choices={what: (choice.latest, choice.count) for what, choice in counts.choices.items()},
-                more_choices=counts.more_choices,
-                host_waits=counts.host_waits,
-                repeats=counts.repeats,
-            )
-            for (role, op, kind), counts in sorted(_counts.items())
+            {
+                **row,
+                "ratio": ratio(row["logical_bytes"], row["wire_bytes"]),
+                "reasons": dict(row["reasons"]),
+                "differences": dict(row["differences"]),
+                "whole": dict(row["whole"]),
+                "choices": dict(row["choices"]),
+            }
+            for _, row in sorted(_rows.items())
         ]
 
 
 def lossy() -> list[Lossy]:
     """Return one entry per (role, op) with lossy frames, sorted. A snapshot."""
-    return [
-        Lossy(
-            role=role,
-            op=op,
-            codec=one.codec,
-            frames=one.frames,
-            error=lossy_counts.error(one.squared_error),
-            kept=lossy_counts.error(one.kept),
-            alike=lossy_counts.mean(one.alike),
-            exact=dict(one.exact),
-            ratio=_ratio_of(role, op),
-        )
-        for (role, op), one in lossy_counts.snapshot().items()
-    ]
-
-
-def _ratio_of(role: str, op: str) -> float:
     with _lock:
-        sent = [counts for key, counts in _counts.items() if key[:2] == (role, op)]
-        return ratio(sum(one.logical_bytes for one in sent), sum(one.wire_bytes for one in sent))
+        return [
+            Lossy(
+                role=role,
+                op=op,
+                codec=one.codec,
+                frames=one.frames,
+                error=_fact("error", one.sums),
+                kept=_fact("kept", one.sums),
+                alike=_fact("alike", one.sums),
+                exact=dict(one.exact),
+                ratio=ratio(*_coded(row for key, row in _rows.items() if key[:2] == (role, op))),
+            )
+            for (role, op), one in sorted(_lossy.items())
+        ]
+
+
+def _fact(name: str, sums: Mapping[str, tuple[float, float]]) -> float | None:
+    """Return a fact of lossy frames, None where nothing that is not zero was sampled."""
+    one, other = sums.get(name, (0.0, 0.0))
+    return _FACTS[name](one, other) if other > 0 else None
+
+
+def _coded(some: Iterable[Row]) -> tuple[int, int]:
+    """Return the logical and the wire bytes of rows."""
+    some = list(some)
+    return sum(row["logical_bytes"] for row in some), sum(row["wire_bytes"] for row in some)
 
 
 def totals() -> Totals:
     """Return the sums over the coded calls of this process."""
     with _lock:
-        logical_bytes = sum(counts.logical_bytes for counts in _counts.values())
-        wire_bytes = sum(counts.wire_bytes for counts in _counts.values())
-        staging = _staging_bytes
-    return Totals(
-        logical_bytes=logical_bytes,
-        wire_bytes=wire_bytes,
-        ratio=ratio(logical_bytes, wire_bytes),
-        staging_bytes=staging,
-    )
+        logical, wire = _coded(_rows.values())
+        return Totals(logical_bytes=logical, wire_bytes=wire, ratio=ratio(logical, wire), staging_bytes=_staging_bytes)
 
 
 def since_last(reader: str) -> Increment:
@@ -329,39 +341,54 @@ def since_last(reader: str) -> Increment:
     left out. The bytes of a kind are in those of its role too. Only the kinds of role ep count.
     """
     _count_late()
-    now = _Seen(lossy=lossy_counts.sums_of_roles())
     with _lock:
-        for (role, _, kind), counts in _counts.items():
-            _add(now.roles, role, counts)
-            if kind and role == "ep":
-                _add(now.kinds, f"{role} {kind}", counts)
-            now.differences.update(counts.differences)
-        before = _seen.get(reader, _Seen())
+        now, before = _sums(), _seen.get(reader, {})
         _seen[reader] = now
+    new: dict[str, dict[str, tuple[Any, ...]]] = {}
+    for (what, name), numbers in now.items():
+        grown = tuple(map(operator.sub, numbers, before.get((what, name), (0,) * len(numbers))))
+        if any(grown):
+            new.setdefault(what, {})[name] = grown
+    facts: dict[str, dict[str, float]] = {}
+    for what in _FACTS:
+        for role, sums in new.get(what, {}).items():
+            if (fact := _fact(what, {what: sums})) is not None:
+                facts.setdefault(role, {})[what] = fact
+    errors = {role: known.pop("error") for role, known in facts.items() if "error" in known}
     return Increment(
-        roles=_sent_since(now.roles, before.roles),
-        kinds=_sent_since(now.kinds, before.kinds),
-        differences=dict(now.differences - before.differences),
-        errors=lossy_counts.errors_between(before.lossy, now.lossy),
-        feedback=lossy_counts.feedback_between(before.lossy, now.lossy),
+        roles=_sent(new.get("roles", {})),
+        kinds=_sent(new.get("kinds", {})),
+        differences={reason: count for reason, (count,) in new.get("differences", {}).items()},
+        errors=errors,
+        feedback={role: known for role, known in facts.items() if known},
     )
 
 
-def _add(sent: dict[str, _Bytes], name: str, counts: _Counts) -> None:
-    logical, wire, passed = sent.get(name, (0, 0, 0))
-    sent[name] = (logical + counts.logical_bytes, wire + counts.wire_bytes, passed + counts.passed_bytes)
+def _sums() -> _Sums:
+    """Return everything whose growth :func:`since_last` tells. The caller holds the lock."""
+    found: _Sums = {}
 
+    def add(what: str, name: str, *numbers: float) -> None:
+        found[what, name] = tuple(map(operator.add, found.get((what, name), (0,) * len(numbers)), numbers))
 
-def _sent_since(now: dict[str, _Bytes], before: dict[str, _Bytes]) -> dict[str, Sent]:
-    found: dict[str, Sent] = {}
-    for name, totals_now in sorted(now.items()):
-        earlier = before.get(name, (0, 0, 0))
-        logical, wire, passed = (total - last for total, last in zip(totals_now, earlier, strict=True))
-        if logical or wire or passed:
-            found[name] = Sent(
-                logical_bytes=logical, wire_bytes=wire, passed_bytes=passed, ratio=ratio(logical, wire, passed)
-            )
+    for (role, _, kind), row in _rows.items():
+        sent = row["logical_bytes"], row["wire_bytes"], row["passed_bytes"]
+        add("roles", role, *sent)
+        if kind and role == "ep":
+            add("kinds", f"{role} {kind}", *sent)
+        for reason, count in row["differences"].items():
+            add("differences", reason, count)
+    for (role, _), one in sorted(_lossy.items()):
+        for fact, pair in one.sums.items():
+            add(fact, role, *pair)
     return found
+
+
+def _sent(bytes_of: Mapping[str, tuple[Any, ...]]) -> dict[str, Sent]:
+    return {
+        name: Sent(logical_bytes=logical, wire_bytes=wire, passed_bytes=passed, ratio=ratio(logical, wire, passed))
+        for name, (logical, wire, passed) in sorted(bytes_of.items())
+    }
 
 
 def resets() -> int:
@@ -375,7 +402,6 @@ def reset() -> None:
     _count_late()
     with _lock:
         _resets += 1
-        _counts.clear()
-        _seen.clear()
+        for table in (_rows, _lossy, _seen):
+            table.clear()
         _staging_bytes = 0
-    lossy_counts.clear()

@@ -40,7 +40,7 @@ def lines(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
     for name in torch_calls.CALLS:
         if hasattr(torch.distributed, name):
             monkeypatch.setattr(torch.distributed, name, getattr(torch.distributed, name))
-    assert set(NAMES) == set(hook_points.POINTS) and backend.COLLECTIVES
+    assert set(NAMES) == set(hook_points.POINTS) and backend.OFFERED
     return {}
 
 
@@ -152,7 +152,7 @@ def test_a_name_that_does_not_fit_is_said(
 
 def check_backend(again: ModuleType, name: str) -> None:
     """A backend for a TorchBackend without a method leaves it out, and has all others."""
-    last, offered = name.rpartition(".")[2], {**again.COLLECTIVES, **again.WITHOUT_SCHEDULE}
+    last, offered = name.rpartition(".")[2], again.OFFERED
     own = vars(again.ZipcclBackend)
     assert last not in own and last not in offered
     others = {*OPS, "batch_isend_irecv"} - {last, "reduce_to_owners"}

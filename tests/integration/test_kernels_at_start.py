@@ -118,13 +118,12 @@ def without_a_compiler(rank: int, size: int) -> list[tuple[list[str], str]]:
         said = []
         for codec in codecs:
             try:
-                backend._check_codecs(ZipcclConfig(enabled=True, lossy=True, roles={"dp": codec}))
+                backend._with_all_kernels(ZipcclConfig(enabled=True, lossy=True, roles={"dp": codec}))
                 said.append("")
             except kernels.RouteUnavailable as error:
                 said.append(str(error))
-        backend._check_codecs(DEFAULT)
-        assert backend._only_with_rows(never) == never
-        found.append((said, backend._only_with_rows(DEFAULT).rows))
+        assert backend._with_all_kernels(never) == never
+        found.append((said, backend._with_all_kernels(DEFAULT).rows))
     return found
 
 
@@ -146,11 +145,12 @@ def test_the_line_about_rows(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Cap
         "[ds_zipccl] rows is off: ranks [1, 3] have no kernels of row frames; rank 1: no compiler; install a C++ compiler or a wheel of "
         "ds_zipccl with its library\n"
     )
+    monkeypatch.setattr(backend, "group_state", lambda group: None)
     monkeypatch.setattr(backend, "resolve_group", lambda group: group)
     monkeypatch.setattr(backend.topology, "tell", lambda group, text: {0: "", 1: "no compiler", 3: "another reason"})
     for rank in (1, 0):
         monkeypatch.setattr(torch.distributed, "get_rank", lambda rank=rank: rank)
-        assert backend._only_with_rows(DEFAULT) == replace(DEFAULT, rows="off")
+        assert backend._with_all_kernels(DEFAULT) == replace(DEFAULT, rows="off")
         assert capsys.readouterr().out == ("" if rank else line)
 
 
@@ -165,12 +165,12 @@ def test_one_rank_without_kernels_switches_nccl_off_everywhere(
     monkeypatch.setattr(torch.distributed, "get_rank", lambda: 0)
     others = {0: "", 1: "", 2: ""}
     monkeypatch.setattr(backend.topology, "tell", lambda group, text: {**others, 0: text})
-    on = ZipcclConfig(enabled=True, nccl="on")
-    assert backend._only_with_kernels(on) == on and not capsys.readouterr().out
+    on = ZipcclConfig(enabled=True, nccl="on", rows="off")
+    assert backend._with_all_kernels(on) == on and not capsys.readouterr().out
     others[2] = "no compiler"
-    assert backend._only_with_kernels(on) == replace(on, nccl="off")
+    assert backend._with_all_kernels(on) == replace(on, nccl="off")
     assert capsys.readouterr().out == "[ds_zipccl] nccl is off: ranks [2] have no kernels; rank 2: no compiler\n"
     job.fails = {("cuda", "native"), ("cuda", "cupy")}
     monkeypatch.setattr(kernels, "_loaded", {})
-    assert backend._only_with_kernels(on).nccl == "off"
+    assert backend._with_all_kernels(on).nccl == "off"
     assert "ranks [0, 2]" in capsys.readouterr().out

@@ -38,7 +38,7 @@ def saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Pat
     monkeypatch.setattr(checkpoints, "dist", fake)
     monkeypatch.setattr(checkpoints, "resolve_group", lambda group: group)
     engine = Engine()
-    entry = state.state_of("pp", KEY, (6, 4), torch.bfloat16, 2, state.owner_of(engine))
+    entry = state.of(engine).entry("pp", KEY, (6, 4), torch.bfloat16, 2)
     entry.error, entry.factor = torch.randn(6, 4), torch.randn(4, 2)
     checkpoints.save(engine, CONFIG, {"save_dir": str(tmp_path), "tag": None})
     yield checkpoints.file_of(str(tmp_path), "global_step7"), checkpoints._job(engine, CONFIG)
@@ -149,8 +149,8 @@ LOADS: dict[str, tuple[bool, str, dict[str, Any], list[float], list[str], str]] 
 }
 
 
-def first_errors(owner: int) -> list[float]:
-    return [float(entry.error[0, 0]) for _, _, entry in state.entries_of(owner) if entry.error is not None]
+def first_errors(engine: Any) -> list[float]:
+    return [float(entry.error[0, 0]) for _, _, entry in state.of(engine).entries() if entry.error is not None]
 
 
 @pytest.mark.usefixtures("saved")
@@ -169,18 +169,17 @@ def test_all_ranks_take_their_state_or_none(
     monkeypatch.setattr(checkpoints.topology, "tell", tell)
     monkeypatch.setattr(checkpoints.dist, "get_rank", lambda: 0)
     engine = Engine()
-    owner = state.owner_of(engine)
-    entry = state.state_of("pp", KEY, (6, 4), torch.bfloat16, 2, owner)
+    entry = state.of(engine).entry("pp", KEY, (6, 4), torch.bfloat16, 2)
     entry.error = torch.full((6, 4), 2.0)
     checkpoints.save(engine, CONFIG, {"save_dir": str(tmp_path), "tag": "last"})
     entry.error = torch.ones(6, 4)
     load = {"load_dir": str(tmp_path), "tag": "last", "load_module_only": False, "load_optimizer_states": True}
     checkpoints.load(engine, CONFIG, load | given, loaded)
     said = capsys.readouterr().out
-    assert (first_errors(owner), told) == (left, wanted)
+    assert (first_errors(engine), told) == (left, wanted)
     assert line in said and bool(line) == bool(said)
     checkpoints.load(engine, CONFIG, load | {"tag": "absent"}, True)
-    assert first_errors(owner) == [] and "cannot be read" in told[-1] and "cannot be read" in capsys.readouterr().out
+    assert first_errors(engine) == [] and "cannot be read" in told[-1] and "cannot be read" in capsys.readouterr().out
     state.forget(engine)
 
 

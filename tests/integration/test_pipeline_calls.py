@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import gc
-import itertools
 import types
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -23,11 +23,12 @@ from ds_zipccl.role_settings import RoleSettings
 from ds_zipccl.telemetry import counters
 
 KEY = (0, "backward", 0)
+OWN = lossy_state.State()
 ROWS, WIDTH, RANK = 96, 64, 4
 
 
 class Stepping:
-    """An engine that takes optimizer steps; its number is that of the state here."""
+    """An engine that takes optimizer steps; its state is OWN."""
 
     def __init__(self) -> None:
         self.optimizer = types.SimpleNamespace(loss_scale=1.0)
@@ -38,10 +39,10 @@ class Stepping:
 
 
 @pytest.fixture(autouse=True)
-def stepping(no_counts: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[Stepping]:
-    monkeypatch.setattr(lossy_state, "_numbers", itertools.count())
+def stepping(no_counts: None) -> Iterator[Stepping]:
     engine = Stepping()
-    assert lossy_state.owner_of(engine) == 0
+    OWN.drop()
+    lossy_state._states[engine] = OWN
     yield engine
     lossy_state.forget(engine)
 
@@ -86,8 +87,8 @@ def test_the_rule_is_that_of_the_schedule(stages: int) -> None:
 # ---- errors
 
 
-def link(error: str, rank: int = RANK, owner: int = 0) -> Any:
-    return pipeline._Link(RoleSettings(LowRank(rank), error=error, when="backward"), KEY, WIDTH, 2, owner)
+def link(error: str, rank: int = RANK, own: lossy_state.State = OWN) -> Any:
+    return pipeline._Link(RoleSettings(LowRank(rank), error=error, when="backward"), KEY, WIDTH, 2, own)
 
 
 def gradient(seed: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -98,7 +99,7 @@ def gradient(seed: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
 
 
 def entry() -> lossy_state.Entry:
-    return lossy_state.state_of("pp", KEY, (ROWS, WIDTH), torch.float32, 2, owner=0)
+    return OWN.entry("pp", KEY, (ROWS, WIDTH), torch.float32, 2)
 
 
 def sent_in_steps(
@@ -313,25 +314,25 @@ def test_rho_is_the_cosine_of_the_last_two_inputs() -> None:
 @pytest.mark.usefixtures("two_ranks")
 def test_shapes_that_change_leave_no_state() -> None:
     """With dynamic shapes it ends with the batch; other engines keep theirs."""
-    engine, other = Engine(), Engine()
-    owners = [lossy_state.owner_of(one) for one in (engine, other)]
-    assert owners == [1, 2]
+    engines = [Engine(), Engine()]
+    engine = engines[0]
 
     def kept() -> list[bool]:
-        return [(owner, "pp", KEY) in lossy_state._entries for owner in owners]
+        return [("pp", KEY) in lossy_state.of(one).held for one in engines]
 
     for forget in (pipeline.begin_batch, pipeline.forget_shapes, lossy_state.forget):
-        for owner in owners:
-            link("lazy_run", owner=owner).factored(gradient(0), "send", "auto")
+        for one in engines:
+            link("lazy_run", own=lossy_state.of(one)).factored(gradient(0), "send", "auto")
         engine.dynamic_shape = False
         pipeline.begin_batch(engine)
         assert kept() == [True, True]
         engine.dynamic_shape = True
         forget(engine)
         assert kept() == [False, True]
-    del other
+    left = weakref.ref(lossy_state.of(engines.pop()))
+    del one
     gc.collect()
-    assert kept() == [False, False], "state goes with the engine"
+    assert left() is None, "state goes with the engine"
 
 
 def test_batches_of_exact_jobs_touch_no_state(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -342,21 +343,21 @@ def test_batches_of_exact_jobs_touch_no_state(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_an_engine_that_is_collected_late_takes_no_state_of_a_later_one() -> None:
-    """DeepSpeed keeps references to engines that have ended. Planted: numbers that are given again, and the assertion fails."""
+    """DeepSpeed keeps references to engines that have ended. Planted: states by the type of the engine, and the assertion fails."""
     ended = Stepping()
-    lossy_state.owner_of(ended)
-    lossy_state.forget(ended)
+    lossy_state.of(ended)
     later = Stepping()
-    lossy_state.state_of("pp", KEY, (2, 2), torch.float32, 2, lossy_state.owner_of(later)).error = torch.zeros(2, 2)
+    lossy_state.of(later).entry("pp", KEY, (2, 2), torch.float32, 2).error = torch.zeros(2, 2)
+    lossy_state.forget(ended)
     del ended
     gc.collect()
-    assert lossy_state.entries_of(lossy_state.owner_of(later))
+    assert lossy_state.of(later).entries()
 
 
 def test_another_shape_drops_the_state_with_one_warning(capsys: pytest.CaptureFixture[str]) -> None:
     lossy_state._warned.clear()
     for shape in ((ROWS, WIDTH), (8, 8), (9, 9)):
-        found = lossy_state.state_of("pp", KEY, shape, torch.float32, 2, owner=0)
+        found = OWN.entry("pp", KEY, shape, torch.float32, 2)
         assert found.error is None
         found.error = torch.zeros(shape)
     assert capsys.readouterr().out.count("it starts anew") == 1

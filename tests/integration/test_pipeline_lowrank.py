@@ -96,7 +96,7 @@ def train(
             engine.load_checkpoint(str(folder))
         lab.losses.append(engine.train_batch(data).item().hex())
         skipped.append(engine.skipped_steps)
-        kept.append(sum(one.error is not None for one in state._entries.values()))
+        kept.append(sum(one.error is not None for _, _, one in state.of(engine).entries()))
     lab.more |= {"stage": engine.stage_id, "lossy": counters.lossy(), "skipped": skipped, "kept": kept}
     Poisoned.step = 0
 
@@ -146,8 +146,8 @@ def messages(lab: Lab) -> None:
     found = {}
     for way, more in ways.items():
         config, digests = parse_section(SECTION | {"roles": {}} | more), []
-        state.drop(0)
-        link = pipeline._Link(RoleSettings(LowRank(8), error="lazy_run"), (0, "backward", 0), width, 2, 0)
+        own = state.State()
+        link = pipeline._Link(RoleSettings(LowRank(8), error="lazy_run"), (0, "backward", 0), width, 2, own)
         for call in range(calls):
             x = torch.randn(rows, width, generator=torch.Generator().manual_seed(call)).bfloat16()
             if call == 3:
@@ -161,7 +161,6 @@ def messages(lab: Lab) -> None:
             if lab.rank == 0:
                 digests.append([hashlib.sha256(got.view(torch.uint8).numpy()).hexdigest(), torch.equal(got, x)])
         found[way] = digests
-    state.drop(0)
     lab.more["found"] = found
     train(lab, None)
 

@@ -80,7 +80,6 @@ def trained(lab: Lab, zero: Any, overflow: int = -1, **more: Any) -> None:
     model = Layered([torch.nn.Linear(64, 64), torch.nn.Linear(64, 64)])
     poison(model.words.weight, float("nan"), lambda: step == overflow and lab.rank == 1)
     engine = lab.start(model, zero, gradient_clipping=0.0, **(in_fp16() if overflow >= 0 else more))
-    owner = state.owner_of(engine)
     entries: list[int] = []
     batches = engine.gradient_accumulation_steps()
     for step in range(STEPS):  # poison() asks for the step
@@ -89,14 +88,14 @@ def trained(lab: Lab, zero: Any, overflow: int = -1, **more: Any) -> None:
             lab.losses.append(loss.item().hex())
             engine.backward(loss)
             engine.step()
-        held = state.entries_of(owner)
+        held = state.of(engine).entries()
         entries.append(sum(entry.error is not None for _, _, entry in held))
         if step == overflow:
             sums.missing.clear()
             sums.given.clear()
     PowerSum.run = original  # type: ignore[method-assign]
     left = {}
-    for _, key, entry in state.entries_of(owner):
+    for _, key, entry in state.of(engine).entries():
         error = entry.error.double().flatten()
         dist.all_reduce(error)
         scale = lab.more.get("unit", 1.0)
@@ -324,7 +323,7 @@ def test_sums_that_stay_exact_are_counted_with_the_reason(monkeypatch: pytest.Mo
 def test_a_sum_that_nobody_waits_for_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     config = parse_section(json.loads(section()))
     settings = config.lossy_roles["dp"]
-    power = powersgd.PowerSum(settings, settings.codec, [], 5, 0)
+    power = powersgd.PowerSum(settings, settings.codec, [], 5, powersgd.State())
     monkeypatch.setattr(calls, "take_hint", lambda *args: power)
     monkeypatch.setattr(powersgd.PowerSum, "run", lambda *args: "ran")
     monkeypatch.setattr(backend.comm, "all_reduce", lambda *args, **kwargs: "exact")
@@ -342,7 +341,7 @@ def test_a_sum_that_nobody_waits_for_is_counted(monkeypatch: pytest.MonkeyPatch)
 def test_no_sum_saves_less_than_nothing(sent: int, saved: int) -> None:
     settings = parse_section(json.loads(section())).lossy_roles["dp"]
     matrix = Matrix(0, 24, 40, torch.zeros(40, 4))
-    powersgd.PowerSum(settings, settings.codec, [], 5, 0)._count("dp", [matrix], torch.zeros(250), sent, 2)
+    powersgd.PowerSum(settings, settings.codec, [], 5, powersgd.State())._count("dp", [matrix], torch.zeros(250), sent, 2)
     assert [row["logical_bytes"] for row in counters.rows()] == [saved]
     assert counters.lossy()[0]["exact"] == {"not finite": 1}
 

@@ -29,6 +29,7 @@ def test_rows() -> None:
     rest = {"kind": "", "differences": {}, "whole": {}, "choices": {}, "more_choices": 0, "host_waits": 0, "repeats": 0}
     found = counters.rows()
     counters.record_pass("dp", "broadcast", 8, "dtype int64")  # rows are a snapshot
+    counters.record_choice("dp", "broadcast", "any size", "plain")
     assert found == [
         rest | {
             "role": "dp", "op": "broadcast", "calls": 0, "logical_bytes": 0, "wire_bytes": 0, "ratio": 1.0,

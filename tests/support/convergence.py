@@ -292,7 +292,7 @@ def in_a_pipeline(rank: int, ranks: int, plan: Plan, steps: int) -> float:
                 _send_back(engine, number, x, plan.settings)
         optimizer.step()
         if plan.settings is not None and plan.settings.error == "lazy":
-            for _, _, entry in state.entries_of(state.owner_of(engine)):
+            for _, _, entry in state.of(engine).entries():
                 entry.error = None
     with torch.no_grad():
         _, loss = onward(judged())

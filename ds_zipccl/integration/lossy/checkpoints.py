@@ -51,7 +51,7 @@ def save(engine: Any, config: ZipcclConfig, given: dict[str, Any]) -> None:
 
     tag = f"global_step{engine.global_steps}" if given["tag"] is None else str(given["tag"])
     path, tensors, entries = file_of(given["save_dir"], tag), {}, []
-    for number, (role, key, entry) in enumerate(state.entries_of(state.owner_of(engine))):
+    for number, (role, key, entry) in enumerate(state.of(engine).entries()):
         shape, dtype, ranks = entry.kind
         entries.append(
             {
@@ -79,11 +79,11 @@ def load(engine: Any, config: ZipcclConfig, given: dict[str, Any], loaded: bool)
         given: the arguments of ``load_checkpoint``, the same on all ranks.
         loaded: whether DeepSpeed has loaded a checkpoint on this rank. With folders of their own, nodes may differ.
     """
-    owner = state.owner_of(engine)
+    own = state.of(engine)
     keeps = any(one.error != "off" or one.codec.matrices for one in config.lossy_roles.values())
     if not keeps or given["load_module_only"] or not given["load_optimizer_states"]:
         if loaded:
-            state.drop(owner)
+            own.drop()
         return
     found: list[tuple[str, Key, Entry]] = []
     why = "" if loaded else _NOT_LOADED
@@ -95,11 +95,11 @@ def load(engine: Any, config: ZipcclConfig, given: dict[str, Any], loaded: bool)
     reasons = topology.tell(resolve_group(None), why)
     if set(reasons.values()) == {_NOT_LOADED}:
         return
-    state.drop(owner)
+    own.drop()
     refused = {rank: said for rank, said in reasons.items() if said}
     if not refused:
         for role, key, entry in found:
-            restored = state.state_of(role, key, *entry.kind, owner)
+            restored = own.entry(role, key, *entry.kind)
             restored.error, restored.factor = entry.error, entry.factor
     elif dist.get_rank() == 0:
         rank, said = next(iter(refused.items()))

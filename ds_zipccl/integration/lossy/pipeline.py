@@ -13,7 +13,6 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, cast
-from weakref import WeakKeyDictionary
 
 import torch
 
@@ -22,7 +21,7 @@ from ds_zipccl.codecs import lowrank
 from ds_zipccl.comm.lossy.factors import Factored, Factoring
 from ds_zipccl.comm.lossy.squared_error import sum_of_squares
 from ds_zipccl.integration.lossy import state
-from ds_zipccl.integration.lossy.state import Ready
+from ds_zipccl.integration.lossy.state import Entry, Ready, State
 from ds_zipccl.lossy import LowRank
 from ds_zipccl.policy.pipeline_rules import compresses
 from ds_zipccl.role_settings import RoleSettings
@@ -31,27 +30,17 @@ from ds_zipccl.telemetry import counters
 ROLE = "pp"
 
 
-@dataclass
-class _Progress:
-    """An engine's sends backward in one batch. ``sent``: gradients so far, one a micro-batch. ``inputs``: of the micro-batch before."""
-
-    sent: int = 0
-    inputs: torch.Tensor | None = None
-
-
-_progress: WeakKeyDictionary[Any, _Progress] = WeakKeyDictionary()
-
-
 def begin_batch(engine: Any) -> None:
     """Count the micro-batches of an engine from 0 again. Where each batch may have a shape of its own, no state outlives one."""
-    _progress.pop(engine, None)
+    own = state.of(engine)
+    own.sent, own.inputs = 0, None
     if getattr(engine, "dynamic_shape", False):
         forget_shapes(engine)
 
 
 def forget_shapes(engine: Any) -> None:
     """Forget the state of an engine's links: tensors of other shapes follow."""
-    state.drop(state.owner_of(engine), ROLE)
+    state.of(engine).drop(ROLE)
 
 
 # ---- activations
@@ -87,8 +76,8 @@ def gradients(engine: Any, buffer_id: int) -> tuple[int, Ready]:
     """Return how many gradients of activations a stage sends for one micro-batch, and a function for them, in the order in which they are
     sent: it gives what makes factors of each, if the role has a low-rank codec, and tells whether that codec is for this micro-batch. Where
     tensor-parallel ranks share gradients out, each sends a slice of one."""
-    progress = _progress.setdefault(engine, _Progress())
-    index, progress.sent = progress.sent, progress.sent + 1
+    own = state.of(engine)
+    index, own.sent = own.sent, own.sent + 1
     inputs = _sent_for(engine, buffer_id)
     numbers = itertools.count()
 
@@ -97,40 +86,39 @@ def gradients(engine: Any, buffer_id: int) -> tuple[int, Ready]:
             return True
         number = next(numbers)
         if number == 0 and settings.error != "off":
-            _compare_inputs(engine, progress, inputs[0], last=index + 1 == engine.micro_batches)
+            _compare_inputs(engine, own, inputs[0], last=index + 1 == engine.micro_batches)
         last_sends = compresses(engine.stage_id, engine.num_stages, engine.micro_batches, index)
         if settings.send == "epilogue" and not last_sends:
             return False
         peer, ranks = engine.grid.stage_to_global(stage_id=engine.prev_stage), torch.distributed.get_world_size()
-        return _Link(settings, (peer, "backward", number), inputs[number].shape[-1], ranks, state.owner_of(engine))
+        return _Link(settings, (peer, "backward", number), inputs[number].shape[-1], ranks, own)
 
     return 1 if engine.is_grad_partitioned else len(inputs), ready
 
 
-def _compare_inputs(engine: Any, progress: _Progress, inputs: torch.Tensor, last: bool) -> None:
+def _compare_inputs(engine: Any, own: State, inputs: torch.Tensor, last: bool) -> None:
     """Count, once a step, how alike the stage's inputs are in the last two micro-batches: errors of a gradient that ride on the next one
     help where the inputs of both are alike, with a cosine beyond 1/2."""
-    before, progress.inputs = progress.inputs, None
+    before, own.inputs = own.inputs, None
     if last and before is not None and before.shape == inputs.shape:
         with torch.no_grad(), tensors.undisturbed():
             one, other = (each.reshape(-1).double() for each in (before, inputs))
             cosine = torch.dot(one, other) / (torch.linalg.vector_norm(one) * torch.linalg.vector_norm(other))
             counters.record_alike(ROLE, "send", float(cosine))
-    elif not last and progress.sent + 1 == engine.micro_batches:
-        progress.inputs = inputs.detach()
+    elif not last and own.sent + 1 == engine.micro_batches:
+        own.inputs = inputs.detach()
 
 
 @dataclass(frozen=True)
 class _Link(Factoring):
     """Makes the factors of one gradient that a stage sends: the tensor of ``key``, the peer's rank, the direction, and the number among the
-    gradients of a micro-batch. Rows of its matrix have ``width`` elements. ``ranks``: of the job.
-    ``owner``: the number of the engine, see :mod:`.state`."""
+    gradients of a micro-batch. Rows of its matrix have ``width`` elements. ``ranks``: of the job. ``state``: of the engine."""
 
     settings: RoleSettings
     key: tuple[int, str, int]
     width: int
     ranks: int
-    owner: int
+    state: State
 
     def __str__(self) -> str:
         return str(self.settings.codec)
@@ -144,12 +132,12 @@ class _Link(Factoring):
         if not rank:
             counters.record_exact(ROLE, op, "shape", 1)
             return None
-        entry = state.state_of(ROLE, self.key, (rows, self.width), tensor.dtype, self.ranks, self.owner)
+        entry = self.state.entry(ROLE, self.key, (rows, self.width), tensor.dtype, self.ranks)
         with torch.inference_mode(False), torch.no_grad(), tensors.undisturbed():
             return self._step(tensor.detach().reshape(rows, self.width), tensor.shape, entry, rank, op, route)
 
     def _step(
-        self, given: torch.Tensor, shape: torch.Size, entry: state.Entry, rank: int, op: str, route: str
+        self, given: torch.Tensor, shape: torch.Size, entry: Entry, rank: int, op: str, route: str
     ) -> Factored | None:
         """Return the factors of ``given``, [n, m], and renew the state of the link; None, and no error any more, where they
         are not finite."""
@@ -178,7 +166,7 @@ class _Link(Factoring):
         return Factored(*rounded, values.view(shape))
 
 
-def _forget(entry: state.Entry, op: str) -> None:
+def _forget(entry: Entry, op: str) -> None:
     """Forget the error of a message that goes exact as it is not finite. The factor stays."""
     counters.record_exact(ROLE, op, "not finite", 1)
     entry.error = None

@@ -24,7 +24,7 @@ from ds_zipccl.comm.group_state import group_size, region_hash
 from ds_zipccl.comm.lossy.low_rank_sum import Matrix, low_rank_sum
 from ds_zipccl.config import SECTION, ConfigError, ZipcclConfig
 from ds_zipccl.integration.lossy import state
-from ds_zipccl.integration.lossy.state import Ready
+from ds_zipccl.integration.lossy.state import Entry, Ready, State
 from ds_zipccl.lossy import PowerSgd
 from ds_zipccl.role_settings import RoleSettings
 from ds_zipccl.telemetry import counters
@@ -134,8 +134,8 @@ def _ready(
             return why or f"no lossy kernels on {flat.device.type}"
         whole = sum(part.numel() for part in parts) == flat.numel()
         places = list(_places(parts, _named(engine, gradients()), settings.codec.rank)) if whole else []
-        owner = state.owner_of(engine)
-        return PowerSum(settings, settings.codec, places, engine.global_steps, owner) if places else "no matrix"
+        own = state.of(engine)
+        return PowerSum(settings, settings.codec, places, engine.global_steps, own) if places else "no matrix"
 
     return 1, ready
 
@@ -188,14 +188,14 @@ def _joined(parts: Sequence[torch.Tensor]) -> Iterator[tuple[int, torch.Tensor, 
 
 @dataclass(frozen=True)
 class PowerSum:
-    """A sum of gradients by PowerSGD, in the place of an all-reduce. ``step``: optimizer steps that the engine has taken; ``owner``: the
-    number of the engine."""
+    """A sum of gradients by PowerSGD, in the place of an all-reduce. ``step``: optimizer steps that the engine has taken; ``state``: of
+    the engine."""
 
     settings: RoleSettings
     codec: PowerSgd
     places: Sequence[_Place]
     step: int
-    owner: int
+    state: State
 
     def run(
         self, tensor: torch.Tensor, op: Any, group: dist.ProcessGroup | None, config: ZipcclConfig, role: str
@@ -211,7 +211,7 @@ class PowerSum:
             return
         route = kernels.preferred(config.route, "cpu")
         entries = [
-            state.state_of(role, (place.name,), (place.rows, place.columns), tensor.dtype, ranks, self.owner)
+            self.state.entry(role, (place.name,), (place.rows, place.columns), tensor.dtype, ranks)
             for place in self.places
         ]
         matrices = [self._matrix(place, entry) for place, entry in zip(self.places, entries, strict=True)]
@@ -231,7 +231,7 @@ class PowerSum:
         if config.log_interval and not self.step % config.log_interval:
             _compare(flat, group, self.places)
 
-    def _matrix(self, place: _Place, entry: state.Entry) -> Matrix:
+    def _matrix(self, place: _Place, entry: Entry) -> Matrix:
         factor = entry.factor
         if factor is None or factor.shape != (place.columns, place.rank):
             seed = int.from_bytes(hashlib.blake2b(place.name.encode(), digest_size=4).digest(), "little")

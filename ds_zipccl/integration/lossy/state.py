@@ -5,13 +5,12 @@ An entry belongs to an engine, a role and a key: the name of a parameter, or the
 
 from __future__ import annotations
 
-import itertools
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
-from weakref import WeakKeyDictionary, finalize
+from weakref import WeakKeyDictionary
 
 import torch
 
@@ -35,49 +34,61 @@ class Entry:
     factor: torch.Tensor | None = None
 
 
-_entries: dict[tuple[int, str, Key], Entry] = {}
-_engines: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
-_numbers = itertools.count()
 _warned: set[str] = set()
-_lock = threading.RLock()  # a finalizer may run in a thread that holds it
+_lock = threading.Lock()
 
 
-def owner_of(engine: Any) -> int:
-    """Return the number of an engine. State goes with its engine; no later engine gets the number, as an engine that has ended may be
-    collected much later."""
+@dataclass(eq=False)
+class State:
+    """The state of one engine. ``sent``, ``inputs``: of a pipeline's engine, the gradients that it has sent in the running batch, one per
+    micro-batch, and the inputs of the micro-batch before."""
+
+    held: dict[tuple[str, Key], Entry] = field(default_factory=dict)
+    sent: int = 0
+    inputs: torch.Tensor | None = None
+
+    def entry(self, role: str, key: Key, shape: tuple[int, ...], dtype: torch.dtype, ranks: int) -> Entry:
+        """Return the entry of a role and key, an empty one where there is none yet. An entry for another shape, dtype or number of ranks is
+        dropped, with one warning a role."""
+        kind = (tuple(shape), dtype, ranks)
+        with _lock:
+            found = self.held.get((role, key))
+            if found is None or found.kind != kind:
+                if found is not None and role not in _warned:
+                    _warned.add(role)
+                    print(
+                        f"[ds_zipccl] role {role}: the state of {key} was for {found.kind}, the tensor has {kind}; it starts anew",
+                        flush=True,
+                    )
+                found = self.held[role, key] = Entry(kind)
+            return found
+
+    def entries(self) -> list[tuple[str, Key, Entry]]:
+        """Return the role, key and entry of all state, sorted by role and text of the key."""
+        with _lock:
+            found = [(*key, entry) for key, entry in self.held.items()]
+        return sorted(found, key=lambda one: (one[0], str(one[1])))
+
+    def drop(self, role: str | None = None) -> None:
+        """Forget all entries, those of one role where it is named: its tensors get other shapes."""
+        with _lock:
+            for key in [key for key in self.held if role in (None, key[0])]:
+                del self.held[key]
+
+
+_states: WeakKeyDictionary[Any, State] = WeakKeyDictionary()
+
+
+def of(engine: Any) -> State:
+    """Return the state of an engine, which goes with it."""
     with _lock:
-        found = _engines.get(engine)
-        if found is None:
-            found = _engines[engine] = next(_numbers)
-            finalize(engine, drop, found)
-        return found
+        return _states.setdefault(engine, State())
 
 
 def forget(engine: Any) -> None:
-    """Forget an engine that has ended, and its state."""
+    """Forget the state of an engine that has ended: DeepSpeed keeps references to the engine itself."""
     with _lock:
-        number = _engines.pop(engine, None)
-    if number is not None:
-        drop(number)
-
-
-def state_of(role: str, key: Key, shape: tuple[int, ...], dtype: torch.dtype, ranks: int, owner: int) -> Entry:
-    """Return the entry of a role and key, an empty one where there is none yet. An entry for another shape, dtype or number of ranks is
-    dropped, with one warning a role. ``owner``: the number of the engine."""
-    kind = (tuple(shape), dtype, ranks)
-    with _lock:
-        found = _entries.get((owner, role, key))
-        if found is not None and found.kind != kind:
-            if role not in _warned:
-                _warned.add(role)
-                print(
-                    f"[ds_zipccl] role {role}: the state of {key} was for {found.kind}, the tensor has {kind}; it starts anew",
-                    flush=True,
-                )
-            found = None
-        if found is None:
-            found = _entries[owner, role, key] = Entry(kind)
-        return found
+        _states.pop(engine, None)
 
 
 @contextmanager
@@ -94,7 +105,7 @@ def stepping(engine: Any, settings: Mapping[str, RoleSettings]) -> Iterator[None
     before = _loss_scale(engine)
     yield
     taken, now = engine.was_step_applied(), _loss_scale(engine)
-    for role, _, entry in entries_of(owner_of(engine)):
+    for role, _, entry in of(engine).entries():
         if not taken:
             entry.error = entry.factor = None
         elif entry.error is not None and now != before:
@@ -107,23 +118,10 @@ def _loss_scale(engine: Any) -> float:
     return float(getattr(engine.optimizer, "loss_scale", 1.0) or 1.0)
 
 
-def entries_of(owner: int) -> list[tuple[str, Key, Entry]]:
-    """Return the role, key and entry of all state of an engine, sorted by role and text of the key."""
-    with _lock:
-        found = [(role, key, entry) for (of, role, key), entry in _entries.items() if of == owner]
-    return sorted(found, key=lambda one: (one[0], str(one[1])))
-
-
-def drop(owner: int, role: str | None = None) -> None:
-    """Forget all entries of an engine, those of one role where it is named: its tensors get other shapes."""
-    with _lock:
-        for key in [key for key in _entries if key[0] == owner and role in (None, key[1])]:
-            del _entries[key]
-
-
 def _nbytes() -> int:
     with _lock:
-        return sum(one.nbytes for entry in _entries.values() for one in (entry.error, entry.factor) if one is not None)
+        entries = [entry for state in _states.values() for entry in state.held.values()]
+    return sum(one.nbytes for entry in entries for one in (entry.error, entry.factor) if one is not None)
 
 
 counters.count_memory("error feedback", _nbytes)
