@@ -124,7 +124,7 @@ class Kept(Versioned):
         self._filling = None
 
     def copy(self, rows: torch.Tensor, rank: int, own: torch.Tensor) -> None:
-        """Copy the shards of all other ranks to the rows of an output, ``[ranks, numel]``. Blocks.
+        """Copy the shards of all ranks to the rows of an output, ``[ranks, numel]``. Blocks.
 
         ``own``: the shard that this rank would send. If its words are not the base's, other ranks copy wrong ones: they learn of that with
         the next comparison, even if the old words are back by then.
@@ -134,6 +134,8 @@ class Kept(Versioned):
         self._broken |= not same_words(own, slot.memory[rank])
         rows[:rank].copy_(slot.memory[:rank])
         rows[rank + 1 :].copy_(slot.memory[rank + 1 :])
+        if rows[rank].data_ptr() != own.data_ptr():
+            rows[rank].copy_(own)
         self.copies, self._used, self.unchecked = self.copies + 1, True, True
         self._in_step |= self.keeper.steps
 
