@@ -30,7 +30,6 @@ import torch
 import torch.distributed as dist
 
 from ds_zipccl import tensors
-from ds_zipccl.comm.bases.shared import BaseSlot
 from ds_zipccl.comm.bases.state import AGREEMENT, GATHER, NOTHING_THERE, SOMETHING_ELSE, Versioned, Way
 from ds_zipccl.comm.context import Call, OpContext
 from ds_zipccl.comm.group_state import region_hash
@@ -64,13 +63,10 @@ class Kept(Versioned):
     Args:
         name: of the parameter, for messages.
         shard: returns this rank's shard as the next gather would send it, of any shape; None if it is not in memory.
-        slot: returns the base, None if there is none.
     """
 
-    def __init__(
-        self, name: str, shard: Callable[[], torch.Tensor | None], slot: Callable[[], BaseSlot | None], keeper: Keeper
-    ) -> None:
-        super().__init__(name, slot)
+    def __init__(self, name: str, shard: Callable[[], torch.Tensor | None], keeper: Keeper) -> None:
+        super().__init__(name)
         self.keeper = keeper
         #: Copies of the base since the last comparison.
         self.copies = 0
@@ -245,7 +241,10 @@ class Keeper:
         Args:
             whole: hash bases whole. audits: hash bases at all.
         """
-        words = [_claims(found, dist.get_rank(self._group))]
+        rank, workers = dist.get_rank(self._group), min(torch.get_num_threads(), len(found))
+        # by as many threads as torch uses: a single one is slower than the copies
+        with ThreadPoolExecutor(max(1, workers), "ds_zipccl-compare") as pool:
+            words = [list((pool.map if workers > 1 else map)(lambda one: one.claim(rank), found))]
         if audits:
             words.append([one.audit(whole) for one in found])
         with torch.inference_mode(), tensors.undisturbed():
@@ -273,15 +272,6 @@ class Keeper:
     def error(self, problem: str) -> CommError:
         """Return an error with the group, this rank and the problem."""
         return Call(AGREEMENT, self._group, self._config, self._role).error(problem)
-
-
-def _claims(found: Sequence[Kept], rank: int) -> list[int]:
-    """Return :meth:`Kept.claim` of each parameter, by as many threads as torch uses: a single one is slower than the copies."""
-    workers = min(torch.get_num_threads(), len(found))
-    if workers < 2:
-        return [one.claim(rank) for one in found]
-    with ThreadPoolExecutor(workers, "ds_zipccl-compare") as pool:
-        return list(pool.map(lambda one: one.claim(rank), found))
 
 
 def same_words(shard: torch.Tensor, row: torch.Tensor) -> bool:
