@@ -47,17 +47,14 @@ def _left_in_control_groups() -> Iterator[int]:
             if unified or "memory" in controllers.split(","):
                 root = _CONTROL_GROUPS if unified else _CONTROL_GROUPS / "memory"
                 leaf = root / path.lstrip("/")
+                limit, use, reclaimable = _LIMITS[unified]
                 for folder in (leaf, *leaf.parents):
-                    yield from _left_in(folder, *_LIMITS[unified])
+                    with contextlib.suppress(OSError, ValueError):  # no such group here, or "max": no limit
+                        left = int((folder / limit).read_text()) - int((folder / use).read_text())
+                        stat = dict(one.split(maxsplit=1) for one in (folder / "memory.stat").read_text().splitlines())
+                        yield left + int(stat.get(reclaimable, 0))
                     if folder == root:
                         break
-
-
-def _left_in(folder: Path, limit: str, use: str, reclaimable: str) -> Iterator[int]:
-    with contextlib.suppress(OSError, ValueError):  # no such group here, or "max": no limit
-        left = int((folder / limit).read_text()) - int((folder / use).read_text())
-        stat = dict(line.split(maxsplit=1) for line in (folder / "memory.stat").read_text().splitlines())
-        yield left + int(stat.get(reclaimable, 0))
 
 
 def place() -> str:

@@ -21,6 +21,7 @@ from ds_zipccl.comm.execution import execute, sent_to_peers
 from ds_zipccl.comm.group_state import group_state, resolve_group
 from ds_zipccl.comm.ops.all_gather import request_shards
 from ds_zipccl.comm.request import CallOptions, Request, equal_shards, shadow_of
+from ds_zipccl.comm.shadow_check import LossyShadow, Shadow
 from ds_zipccl.config import DEFAULT, ZipcclConfig
 from ds_zipccl.telemetry import counters
 
@@ -111,11 +112,11 @@ def gather_parts(
     sent: list[_Column] = []
     for one in map(_Column, rows, shards, (part.kept for part in parts)):
         (copied if one.kept is not None and one.kept.way is Way.COPY else sent).append(one)
-    check = _copy(call, request, copied) if copied else None
+    shadow = _copy(call, request, copied) if copied else None
     if sent:
-        return _send(call, request, sent, check, apart=bool(copied))
-    if check is not None:
-        engine.host.compare_on_all_ranks(*check, [output_tensor])
+        return _send(call, request, sent, shadow, apart=bool(copied))
+    if shadow is not None:
+        engine.host.compare_on_all_ranks(_raw_context(call), shadow, [output_tensor])
     return work.done(GATHER, [output_tensor]) if async_op else None
 
 
@@ -129,25 +130,25 @@ class _Column(NamedTuple):
 
 @tensors.undisturbed()
 @torch.inference_mode()
-def _copy(call: Call, request: Request, columns: Sequence[_Column]) -> tuple[OpContext, Any] | None:
-    """Copy parameters with valid bases. Blocks. Return the context and the shadow of the whole gather if the config asks for a check."""
+def _copy(call: Call, request: Request, columns: Sequence[_Column]) -> Shadow | LossyShadow | None:
+    """Copy parameters with valid bases. Blocks. Return the shadow of the whole gather if the config asks for a check."""
     shadow = shadow_of(request)
-    check = None if shadow is None else (_raw_context(call), shadow)
     for rows, shard, kept in columns:
         assert kept is not None  # its base is valid
         kept.copy(rows, call.rank, shard)
     nbytes = sum(rows.numel() * rows.element_size() for rows, *_ in columns)
     counters.record(call.role, GATHER, sent_to_peers(nbytes, call.group), 0)
     counters.record_difference(call.role, GATHER, "")
-    return check
+    return shadow
 
 
 def _send(
-    call: Call, request: Request, columns: Sequence[_Column], check: tuple[OpContext, Any] | None, *, apart: bool
+    call: Call, request: Request, columns: Sequence[_Column], shadow: Shadow | LossyShadow | None, *, apart: bool
 ) -> Any:
     """Gather parameters by messages, in one gather, and fill the bases of those that have one. Returns as torch.distributed does.
 
     Args:
+        shadow: of the whole gather, for which ranks wait after all else; None without a check.
         apart: the request has other parameters too. The shards then lie end to end in memory of their own. It is no tensor of inference
             mode: plain collectives write to it outside of that mode.
     """
@@ -164,16 +165,17 @@ def _send(
     base = SharedBase([slot for _, kept in filled if (slot := kept.slot()) is not None]) if filled else None
     request.base = base if len(filled) == len(columns) else None
     choice = decide(request)
-    # a schedule with a base fills it
-    filling = None if base is None or choice.decision.with_base else (_raw_context(call), base)
+    if choice.decision.with_base:
+        base = None  # the schedule fills it
+    ctx = None if base is None and shadow is None else _raw_context(call)
 
     def telling() -> contextlib.ExitStack:
         """Return a context: if its body fails, no rank waits for this one's part of shared bases, nor for its outcome of a check."""
         stack = contextlib.ExitStack()
-        if filling is not None:
-            stack.enter_context(abandoning(*filling))
-        if check is not None:
-            stack.enter_context(engine.host.telling_failures(check[0]))
+        if ctx is not None and base is not None:
+            stack.enter_context(abandoning(ctx, base))
+        if ctx is not None and shadow is not None:
+            stack.enter_context(engine.host.telling_failures(ctx))
         return stack
 
     def end(wait: Callable[[], Any]) -> None:
@@ -184,18 +186,17 @@ def _send(
                     parts = request.outputs[0].view(call.size, -1).split(sizes, 1)
                     for (rows, *_), part in zip(columns, parts, strict=True):
                         rows.copy_(part)
-        if filling is not None:
-            ctx, base = filling
+        if ctx is not None and base is not None:
             with torch.inference_mode(), tensors.undisturbed():
                 base.keep(ctx, [[rows[rank] for rows, _ in filled] for rank in range(ctx.size)])
-        if check is not None:
-            engine.host.compare_on_all_ranks(*check, outputs)
+        if ctx is not None and shadow is not None:
+            engine.host.compare_on_all_ranks(ctx, shadow, outputs)
 
     if not request.async_op:
         return end(lambda: execute(choice, request))
     with telling():
         handle = execute(choice, request)
-    if filling is not None or apart:
+    if base is not None or apart:
         handle = work.start(GATHER, outputs, functools.partial(end, handle.wait))
     for _, kept in filled:
         kept.filled_by(handle)
