@@ -16,7 +16,7 @@ from ds_zipccl.comm.device.streams import streams_of
 from ds_zipccl.comm.group_state import GroupState, find_nodes, group_state
 from ds_zipccl.comm.host import calibration
 from ds_zipccl.comm.host import engine as host
-from ds_zipccl.comm.host.gather import SharedBase
+from ds_zipccl.comm.host.gather import SharedBase, abandoning
 from ds_zipccl.comm.host.p2p.calls import receive, send
 from ds_zipccl.comm.host.repeats.memory import forget as forget_repeats
 from ds_zipccl.comm.host.versions import COPIES, Keeper, Kept, same_words
@@ -27,9 +27,9 @@ from ds_zipccl.policy.admission import Decision, PassReason
 from ds_zipccl.policy.cost_model import LinkProfile
 
 __all__ = [
-    "COPIES", "ENGINES", "Agreed", "Engine", "Keeper", "Kept", "Settled", "SharedBase", "SideStream", "agree_ahead", "calibrate",
-    "calibration", "check_frames", "end_step", "engine_of", "finish", "forget_repeats", "host", "host_bases_gain", "never_coded", "receive",
-    "register", "same_words", "send", "settle", "start",
+    "COPIES", "ENGINES", "Agreed", "Engine", "Keeper", "Kept", "Settled", "SharedBase", "SideStream", "abandoning",
+    "agree_ahead", "calibrate", "calibration", "check_frames", "end_step", "engine_of", "finish", "forget_repeats",
+    "host", "host_bases_gain", "never_coded", "receive", "register", "same_words", "send", "settle", "start",
 ]  # fmt: skip
 
 

@@ -470,7 +470,7 @@ def without_room(rank: int, ranks: int, failing: str, guilty: list[int], why: st
         os.geteuid = lambda: 12345
     if failing == "renamed" and rank == 0:
         address = host_memory.Address.packed
-        host_memory.Address.packed = lambda self: address(self._replace(token=bytes(16)))
+        host_memory.Address.packed = lambda self: address(self._replace(token="00" * 16))
     if failing == "elsewhere" and rank == 0:
         address = host_memory.Address.packed
         host_memory.Address.packed = lambda self: address(self._replace(descriptor=1 << 63))

@@ -251,11 +251,11 @@ def starts(optimizer: Any, params: Any) -> None:
     named = [(f"p{one.ds_id}", one) for one in params]
     zero_versions.begin(optimizer, named, replace(ON, nccl="off"), torch.device("cpu"))
     for one in params:
-        assert not hasattr(one, "ds_zipccl_base"), "an earlier engine's"
-        if hasattr(one, "slot"):
-            one.ds_zipccl_base = one.slot
-        if hasattr(one, "ds_zipccl_state"):
-            one.ds_zipccl_state.prove()
+        if state := getattr(one, "ds_zipccl_state", None):
+            assert state.slot() is None, "an earlier engine's"
+            if hasattr(one, "slot"):
+                state.hold(one.slot())
+            state.prove()
 
 
 def test_parameters_with_bases_are_parts_of_gathers(ranks: Ranks, kept: list[Any]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -55,14 +56,13 @@ class Rank:
         self.shards = [self._words(number, shard, rank) for number, shard in enumerate(sizes)]
         self.slots = comm.allocate_bases([(shard, dtype) for shard in sizes], kind, dist.group.WORLD)
         self.keeper = Keeper(dist.group.WORLD, config, copies=copies)
-        self.kept = [self._keep(number) for number in range(len(sizes))]
+        self.kept = [Kept(f"p{n}", partial(self.shards.__getitem__, n), self.keeper) for n in range(len(sizes))]
+        for kept, slot in zip(self.kept, self.slots, strict=True):
+            kept.hold(slot)
 
     def _words(self, number: int, shard: int, rank: int) -> torch.Tensor:
         made = torch.randn(shard, generator=torch.Generator().manual_seed(10 * number + rank))
         return (100 * made).to(self.dtype)
-
-    def _keep(self, number: int) -> Kept:
-        return Kept(f"p{number}", lambda: self.shards[number], lambda: self.slots[number], self.keeper)
 
     def start(self, chosen: Sequence[int], later: bool = True, also: int = 0) -> tuple[torch.Tensor, torch.Tensor, Any]:
         """Output, wanted output and handle of a gather of parameters, and of ``also`` elements of one without a base."""

@@ -11,7 +11,6 @@ import contextlib
 import fcntl
 import os
 import secrets
-import struct
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -24,10 +23,6 @@ _LIMITS = {
     True: ("memory.max", "memory.current", "inactive_file"),
     False: ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
 }
-_TOKEN_BYTES = 16
-_ADDRESS = struct.Struct(f"<{_TOKEN_BYTES}s2Q")
-#: Bytes of :meth:`Address.packed`.
-ADDRESS_BYTES = _ADDRESS.size
 
 
 def available() -> int:
@@ -52,17 +47,14 @@ def _left_in_control_groups() -> Iterator[int]:
             if unified or "memory" in controllers.split(","):
                 root = _CONTROL_GROUPS if unified else _CONTROL_GROUPS / "memory"
                 leaf = root / path.lstrip("/")
+                limit, use, reclaimable = _LIMITS[unified]
                 for folder in (leaf, *leaf.parents):
-                    yield from _left_in(folder, *_LIMITS[unified])
+                    with contextlib.suppress(OSError, ValueError):  # no such group here, or "max": no limit
+                        left = int((folder / limit).read_text()) - int((folder / use).read_text())
+                        stat = dict(one.split(maxsplit=1) for one in (folder / "memory.stat").read_text().splitlines())
+                        yield left + int(stat.get(reclaimable, 0))
                     if folder == root:
                         break
-
-
-def _left_in(folder: Path, limit: str, use: str, reclaimable: str) -> Iterator[int]:
-    with contextlib.suppress(OSError, ValueError):  # no such group here, or "max": no limit
-        left = int((folder / limit).read_text()) - int((folder / use).read_text())
-        stat = dict(line.split(maxsplit=1) for line in (folder / "memory.stat").read_text().splitlines())
-        yield left + int(stat.get(reclaimable, 0))
 
 
 def place() -> str:
@@ -81,22 +73,22 @@ class Address(NamedTuple):
 
     process: int
     descriptor: int
-    token: bytes
+    token: str
 
-    def packed(self) -> bytes:
-        """Return :data:`ADDRESS_BYTES` bytes."""
-        return _ADDRESS.pack(self.token, self.process, self.descriptor)
+    def packed(self) -> str:
+        """Return a text for :meth:`unpacked`."""
+        return " ".join(map(str, self))
 
     @classmethod
-    def unpacked(cls, text: bytes) -> Address:
-        """Return the address in a text of :meth:`packed`."""
-        token, process, descriptor = _ADDRESS.unpack(text)
-        return cls(process, descriptor, token)
+    def unpacked(cls, text: str) -> Address:
+        """Return the address in a text of :meth:`packed`. Raises ValueError for another text."""
+        process, descriptor, token = text.split()
+        return cls(int(process), int(descriptor), token)
 
     @property
     def name(self) -> str:
         """The name of the memory. It is in no folder, and shows in ``/proc/PID/maps``."""
-        return f"ds_zipccl-{self.token.hex()}"
+        return f"ds_zipccl-{self.token}"
 
 
 def create(nbytes: int) -> tuple[int, Address]:
@@ -108,7 +100,7 @@ def create(nbytes: int) -> tuple[int, Address]:
     Raises:
         OSError: the machine has no room, or no such memory.
     """
-    token = secrets.token_bytes(_TOKEN_BYTES)
+    token = secrets.token_hex(16)
     descriptor = os.memfd_create(Address(0, 0, token).name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         os.fchmod(descriptor, 0o600)

@@ -116,10 +116,7 @@ def choose_fitting(
     """
     rank = dist.get_rank(group)
     node_ranks = next(node for node in _nodes(group) if rank in node)
-    wire = _wire(group, torch.device(device))
-    least = tensors.of_numbers([max(0, share) * len(node_ranks)], torch.int64).to(wire)
-    dist.all_reduce(least, dist.ReduceOp.MIN, group)
-    left = limit = int(least.cpu())
+    left = limit = _least(max(0, share) * len(node_ranks), group, torch.device(device))
     sizes, chosen = _sizes(shards, dist.get_world_size(group)), []
     for number in sorted(range(len(shards)), key=lambda number: -sizes[number]):
         if sizes[number] <= left:
@@ -142,39 +139,38 @@ def _shared(
     nbytes: int, node_ranks: Sequence[int], group: dist.ProcessGroup, kind: str, device: torch.device
 ) -> torch.Tensor:
     """Return memory of a kind that all ranks in ``node_ranks`` share. A collective of the group. An error leaves nothing behind."""
-    wire = _wire(group, device)
-    leads, several = dist.get_rank(group) == node_ranks[0], len(node_ranks) > 1
-    own = bytes(host_memory.ADDRESS_BYTES)
+    leads, several, address = dist.get_rank(group) == node_ranks[0], len(node_ranks) > 1, ""
     with ExitStack() as opened:
-        with _agreeing(nbytes, group, wire):
+        with _agreeing(nbytes, group, device):
             if kind == "host" and leads and nbytes > (available := host_memory.available()):
                 raise OSError(f"this node has {available / 1e6:.1f} MB available")
             if several and leads:
-                descriptor, address = host_memory.create(nbytes)
+                descriptor, found = host_memory.create(nbytes)
                 opened.callback(os.close, descriptor)
-                own = address.packed()
-        packed = tensors.of_buffer(bytearray(own)).to(wire)
-        addresses = [tensors.empty(len(own), torch.uint8, wire) for _ in range(dist.get_world_size(group))]
-        dist.all_gather(addresses, packed, group)
-        with _agreeing(nbytes, group, wire):
+                address = found.packed()
+        told = topology.tell(group, address) if kind == "host" else {}
+        with _agreeing(nbytes, group, device):
             if several and not leads:
-                found = host_memory.Address.unpacked(bytes(addresses[node_ranks[0]].tolist()))
-                descriptor = host_memory.open_shared(found, nbytes)
+                address = told[dist.get_global_rank(group, node_ranks[0])]
+                descriptor = host_memory.open_shared(host_memory.Address.unpacked(address), nbytes)
                 opened.callback(os.close, descriptor)
-        with _agreeing(nbytes, group, wire):
-            if several:
-                memory = _locked(_Mapping(descriptor, nbytes), device)
-            elif kind == "host" and device.type != "cpu":
-                memory = _locked(_Mapping(-1, nbytes), device)
+        with _agreeing(nbytes, group, device):
+            if several or (kind == "host" and device.type != "cpu"):
+                mapping = _Mapping(descriptor if several else -1, nbytes)
+                memory = tensors.of_buffer(mapping)
+                mapping.unlock = devices.lock_pages(memory, device)
             else:
                 memory = tensors.empty(nbytes, torch.uint8, device)
     return memory
 
 
-def _wire(group: dist.ProcessGroup, device: torch.device) -> torch.device:
-    """Return a device whose tensors the group takes."""
+def _least(number: int, group: dist.ProcessGroup, device: torch.device) -> int:
+    """Return the least number of all ranks. A collective, of tensors on CPUs or else on ``device``; blocks."""
     state = group_state(group)
-    return tensors.CPU if state is not None and state.backend("cpu") else device
+    wire = tensors.CPU if state is not None and state.backend("cpu") else device
+    least = tensors.of_numbers([number], torch.int64).to(wire)
+    dist.all_reduce(least, dist.ReduceOp.MIN, group)
+    return int(least.cpu())
 
 
 class _Mapping(mmap.mmap):
@@ -187,23 +183,15 @@ class _Mapping(mmap.mmap):
             self.unlock()
 
 
-def _locked(mapping: _Mapping, device: torch.device) -> torch.Tensor:
-    memory = tensors.of_buffer(mapping)
-    mapping.unlock = devices.lock_pages(memory, device)
-    return memory
-
-
 @contextmanager
-def _agreeing(nbytes: int, group: dist.ProcessGroup, wire: torch.device) -> Iterator[None]:
+def _agreeing(nbytes: int, group: dist.ProcessGroup, device: torch.device) -> Iterator[None]:
     """Run the body on all ranks, and raise CommError on all ranks if it fails on one. A collective; blocks."""
     problem = ""
     try:
         yield
     except (OSError, RuntimeError, ValueError) as error:  # of the file system, torch and mmap
         problem = str(error)
-    good = tensors.of_numbers([not problem], torch.uint8).to(wire)
-    dist.all_reduce(good, dist.ReduceOp.MIN, group)
-    if not good.cpu():
+    if not _least(not problem, group, device):
         raise CommError(
             f"{nbytes / 1e6:.1f} MB of memory for gathered parameters cannot be had: "
             f"{problem or 'another rank has the reason'}; "

@@ -6,6 +6,7 @@ and the gather after it (:mod:`.device.bases.agreed`), or by a gather and the ag
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from enum import Enum
 
@@ -27,15 +28,17 @@ class Way(Enum):
 
 class Versioned:
     """A parameter with versions. Every rank of its group has such an object for its own shard. Calls are equal on all ranks, in program
-    order, and so is ``way``, the way of the next gather.
+    order, and so is ``way``, the way of the next gather. ``name``: of the parameter, for messages. ``slot`` returns the base, None if there
+    is none."""
 
-    Args:
-        name: of the parameter, for messages.
-        slot: returns the base, None if there is none.
-    """
+    slot: Callable[[], BaseSlot | None]
 
-    def __init__(self, name: str, slot: Callable[[], BaseSlot | None] = lambda: None) -> None:
-        self.name, self.slot, self.way = name, slot, Way.FULL
+    def __init__(self, name: str) -> None:
+        self.name, self.slot, self.way = name, lambda: None, Way.FULL
+
+    def hold(self, base: BaseSlot) -> None:
+        """Have a base, as long as it lives. All ranks of the group call. Differences must be wanted, see :class:`.ZipcclConfig`."""
+        self.slot, self.way = weakref.ref(base), Way.FULL
 
     def forget(self) -> None:
         """End the version: the shard changes. All ranks of the group call, before one of them uses the changed shard. Does not block."""

@@ -143,18 +143,25 @@ class Gathering:
 def gather_differences(ctx: OpContext, own: torch.Tensor, places: Sequence[torch.Tensor], base: Base) -> None:
     """Send ``own`` to every rank, and write the tensor of rank r to ``places[r]``, as :func:`gather` does with one flat shard.
     Blocks."""
-    try:
+    with abandoning(ctx, base):
         # begin() writes the base to the places, and the own tensor may share memory with a place
         (own,) = detached([own], places, [places[ctx.rank]])
         last = base.begin(ctx, places, buffers := PooledBuffers())
         reason = _objection(ctx, last, places)
         gather(ctx, 1, [own], [[place] for place in places], base=None if reason else last)
-    except BaseException:
-        base.abandon(ctx)
-        raise
     base.end(ctx, places, last)
     buffers.release()
     counters.record_difference(ctx.role, ctx.op, reason)
+
+
+@contextmanager
+def abandoning(ctx: OpContext, base: Base) -> Iterator[None]:
+    """Drop a base if the body, which is to end in its result, fails."""
+    try:
+        yield
+    except BaseException:
+        base.abandon(ctx)
+        raise
 
 
 def _objection(ctx: OpContext, last: torch.Tensor | None, places: Sequence[torch.Tensor]) -> str:

@@ -30,7 +30,6 @@ import torch
 import torch.distributed as dist
 
 from ds_zipccl import tensors
-from ds_zipccl.comm.bases.shared import BaseSlot
 from ds_zipccl.comm.bases.state import AGREEMENT, GATHER, NOTHING_THERE, SOMETHING_ELSE, Versioned, Way
 from ds_zipccl.comm.context import Call, OpContext
 from ds_zipccl.comm.group_state import region_hash
@@ -64,13 +63,10 @@ class Kept(Versioned):
     Args:
         name: of the parameter, for messages.
         shard: returns this rank's shard as the next gather would send it, of any shape; None if it is not in memory.
-        slot: returns the base, None if there is none.
     """
 
-    def __init__(
-        self, name: str, shard: Callable[[], torch.Tensor | None], slot: Callable[[], BaseSlot | None], keeper: Keeper
-    ) -> None:
-        super().__init__(name, slot)
+    def __init__(self, name: str, shard: Callable[[], torch.Tensor | None], keeper: Keeper) -> None:
+        super().__init__(name)
         self.keeper = keeper
         #: Copies of the base since the last comparison.
         self.copies = 0
@@ -124,7 +120,7 @@ class Kept(Versioned):
         self._filling = None
 
     def copy(self, rows: torch.Tensor, rank: int, own: torch.Tensor) -> None:
-        """Copy the shards of all other ranks to the rows of an output, ``[ranks, numel]``. Blocks.
+        """Copy the shards of all ranks to the rows of an output, ``[ranks, numel]``. Blocks.
 
         ``own``: the shard that this rank would send. If its words are not the base's, other ranks copy wrong ones: they learn of that with
         the next comparison, even if the old words are back by then.
@@ -134,6 +130,8 @@ class Kept(Versioned):
         self._broken |= not same_words(own, slot.memory[rank])
         rows[:rank].copy_(slot.memory[:rank])
         rows[rank + 1 :].copy_(slot.memory[rank + 1 :])
+        if rows[rank].data_ptr() != own.data_ptr():
+            rows[rank].copy_(own)
         self.copies, self._used, self.unchecked = self.copies + 1, True, True
         self._in_step |= self.keeper.steps
 
@@ -243,7 +241,10 @@ class Keeper:
         Args:
             whole: hash bases whole. audits: hash bases at all.
         """
-        words = [_claims(found, dist.get_rank(self._group))]
+        rank, workers = dist.get_rank(self._group), min(torch.get_num_threads(), len(found))
+        # by as many threads as torch uses: a single one is slower than the copies
+        with ThreadPoolExecutor(max(1, workers), "ds_zipccl-compare") as pool:
+            words = [list((pool.map if workers > 1 else map)(lambda one: one.claim(rank), found))]
         if audits:
             words.append([one.audit(whole) for one in found])
         with torch.inference_mode(), tensors.undisturbed():
@@ -271,15 +272,6 @@ class Keeper:
     def error(self, problem: str) -> CommError:
         """Return an error with the group, this rank and the problem."""
         return Call(AGREEMENT, self._group, self._config, self._role).error(problem)
-
-
-def _claims(found: Sequence[Kept], rank: int) -> list[int]:
-    """Return :meth:`Kept.claim` of each parameter, by as many threads as torch uses: a single one is slower than the copies."""
-    workers = min(torch.get_num_threads(), len(found))
-    if workers < 2:
-        return [one.claim(rank) for one in found]
-    with ThreadPoolExecutor(workers, "ds_zipccl-compare") as pool:
-        return list(pool.map(lambda one: one.claim(rank), found))
 
 
 def same_words(shard: torch.Tensor, row: torch.Tensor) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -16,12 +16,12 @@ from ds_zipccl.comm import engine, work
 from ds_zipccl.comm.bases.state import GATHER, Way
 from ds_zipccl.comm.context import Call, OpContext
 from ds_zipccl.comm.decision import decide
-from ds_zipccl.comm.engine import Agreed, Kept, SharedBase
+from ds_zipccl.comm.engine import Agreed, Kept, SharedBase, abandoning
 from ds_zipccl.comm.execution import execute, sent_to_peers
 from ds_zipccl.comm.group_state import group_state, resolve_group
 from ds_zipccl.comm.ops.all_gather import request_shards
-from ds_zipccl.comm.request import CallOptions, Request, equal_shards
-from ds_zipccl.comm.shadow_check import Shadow
+from ds_zipccl.comm.request import CallOptions, Request, equal_shards, shadow_of
+from ds_zipccl.comm.shadow_check import LossyShadow, Shadow
 from ds_zipccl.config import DEFAULT, ZipcclConfig
 from ds_zipccl.telemetry import counters
 
@@ -102,128 +102,106 @@ def gather_parts(
         )
     for keeper in dict.fromkeys(part.kept.keeper for part in parts if part.kept is not None):
         keeper.agree([part.kept for part in parts if part.kept is not None and part.kept.keeper is keeper])
-    gather = _Gather(Call(GATHER, resolve_group(group), config, role), output_tensor, input_tensor, parts)
-    copied = gather.copy()
-    if copied and not gather.rest:
-        gather.compare()
-        return work.done(GATHER, [output_tensor]) if async_op else None
-    if copied:
-        gather.lay_out()
-    options = CallOptions(config, role, None if copied else uncompressed_call)
-    return gather.send(request_shards(GATHER, [gather.whole], [gather.own], group, async_op, options))
+    call, sizes = Call(GATHER, resolve_group(group), config, role), [part.numel for part in parts]
+    options = CallOptions(config, role, uncompressed_call)
+    request = request_shards(GATHER, [output_tensor], [input_tensor], group, async_op, options)
+    with torch.inference_mode():
+        rows, shards = output_tensor.view(call.size, -1).split(sizes, 1), input_tensor.view(-1).split(sizes)
+    copied: list[_Column] = []
+    sent: list[_Column] = []
+    for one in map(_Column, rows, shards, (part.kept for part in parts)):
+        (copied if one.kept is not None and one.kept.way is Way.COPY else sent).append(one)
+    shadow = _copy(call, request, copied) if copied else None
+    if sent:
+        return _send(call, request, sent, shadow, apart=bool(copied))
+    if shadow is not None:
+        engine.host.compare_on_all_ranks(_raw_context(call), shadow, [output_tensor])
+    return work.done(GATHER, [output_tensor]) if async_op else None
 
 
-class _Gather:
-    """One gather: the parameters that are copied, and ``rest``, the numbers of those that are sent, from ``own`` to ``whole``; the bases of
-    ``_filled`` are filled then."""
+class _Column(NamedTuple):
+    """A parameter of a gather: the output's rows, one for each rank, the own shard, and its versions."""
 
-    def __init__(self, call: Call, output: torch.Tensor, own: torch.Tensor, parts: Sequence[Part]) -> None:
-        self._call, self._output, self._input, self._parts = call, output, own, parts
-        kept = {number: part.kept for number, part in enumerate(parts) if part.kept is not None}
-        self._valid = {number: one for number, one in kept.items() if one.way is Way.COPY}
-        self._filled = {number: one for number, one in kept.items() if number not in self._valid}
-        self.rest = [number for number in range(len(parts)) if number not in self._valid]
-        self.whole, self.own = output, own
-        sizes = [part.numel for part in parts]
-        with torch.inference_mode():
-            self._rows = output.view(call.size, -1).split(sizes, 1)
-            self._shards = own.view(-1).split(sizes)
-        self._check: tuple[OpContext, Shadow] | None = None
+    rows: torch.Tensor
+    shard: torch.Tensor
+    kept: Kept | None
 
-    @tensors.undisturbed()
-    @torch.inference_mode()
-    def copy(self) -> bool:
-        """Copy the parameters with valid bases, and return whether there are any. Blocks."""
-        if not self._valid:
-            return False
-        call, nbytes = self._call, 0
-        if call.config.check == "shadow":
-            options = CallOptions(call.config, call.role)
-            whole = request_shards(GATHER, [self._output], [self._input], call.group, False, options)
-            shadow = Shadow(whole.plain, whole.inputs, whole.outputs, whole.sum.tolerance, call.size)
-            self._check = _raw_context(call), shadow
-        for number, one in self._valid.items():
-            rows, shard = self._rows[number], self._shards[number]
-            one.copy(rows, call.rank, shard)
-            if rows[call.rank].data_ptr() != shard.data_ptr():
-                rows[call.rank].copy_(shard)
-            nbytes += rows.numel() * rows.element_size()
-        counters.record(call.role, GATHER, sent_to_peers(nbytes, call.group), 0)
-        counters.record_difference(call.role, GATHER, "")
-        return True
 
-    @tensors.undisturbed()
-    @torch.no_grad()
-    def lay_out(self) -> None:
-        """Lay the shards of the parameters that are sent end to end, in memory of their own. It is no tensor of inference mode: plain
-        collectives write to it outside of that mode."""
-        numel = sum(self._parts[number].numel for number in self.rest)
-        self.whole = tensors.empty(self._call.size * numel, self._output.dtype, self._output.device)
-        self.own = equal_shards(self.whole, self._call.size)[self._call.rank]
-        torch.cat([self._shards[number] for number in self.rest], out=self.own)
+@tensors.undisturbed()
+@torch.inference_mode()
+def _copy(call: Call, request: Request, columns: Sequence[_Column]) -> Shadow | LossyShadow | None:
+    """Copy parameters with valid bases. Blocks. Return the shadow of the whole gather if the config asks for a check."""
+    shadow = shadow_of(request)
+    for rows, shard, kept in columns:
+        assert kept is not None  # its base is valid
+        kept.copy(rows, call.rank, shard)
+    nbytes = sum(rows.numel() * rows.element_size() for rows, *_ in columns)
+    counters.record(call.role, GATHER, sent_to_peers(nbytes, call.group), 0)
+    counters.record_difference(call.role, GATHER, "")
+    return shadow
 
-    def send(self, request: Request) -> Any:
-        """Gather the rest, and fill the bases of the rest. Returns as torch.distributed does."""
-        filled = self._filled
-        for one in filled.values():
-            one.fill()
-        base = SharedBase([slot for one in filled.values() if (slot := one.slot()) is not None]) if filled else None
-        request.base = base if len(filled) == len(self.rest) else None
-        choice = decide(request)
-        fills = base is not None and not choice.decision.with_base  # such a schedule does
-        ctx = _raw_context(self._call) if fills else None
-        telling = functools.partial(_telling, base, ctx, None if self._check is None else self._check[0])
 
-        def end(wait: Callable[[], Any]) -> None:
-            with telling():
-                wait()
-                self._spread()
-            if base is not None and ctx is not None:
-                with torch.inference_mode(), tensors.undisturbed():
-                    base.keep(ctx, [[self._rows[number][rank] for number in filled] for rank in range(ctx.size)])
-            self.compare()
+def _send(
+    call: Call, request: Request, columns: Sequence[_Column], shadow: Shadow | LossyShadow | None, *, apart: bool
+) -> Any:
+    """Gather parameters by messages, in one gather, and fill the bases of those that have one. Returns as torch.distributed does.
 
-        if not request.async_op:
-            end(lambda: execute(choice, request))
-            return None
+    Args:
+        shadow: of the whole gather, for which ranks wait after all else; None without a check.
+        apart: the request has other parameters too. The shards then lie end to end in memory of their own. It is no tensor of inference
+            mode: plain collectives write to it outside of that mode.
+    """
+    outputs, sizes = request.outputs, [shard.numel() for _, shard, _ in columns]
+    if apart:
+        with torch.no_grad(), tensors.undisturbed():
+            whole = tensors.empty(call.size * sum(sizes), outputs[0].dtype, outputs[0].device)
+            own = torch.cat([shard for _, shard, _ in columns], out=equal_shards(whole, call.size)[call.rank])
+        options = CallOptions(call.config, call.role)
+        request = request_shards(GATHER, [whole], [own], request.group, request.async_op, options)
+    filled = [(rows, kept) for rows, _, kept in columns if kept is not None]
+    for _, kept in filled:
+        kept.fill()
+    base = SharedBase([slot for _, kept in filled if (slot := kept.slot()) is not None]) if filled else None
+    request.base = base if len(filled) == len(columns) else None
+    choice = decide(request)
+    if choice.decision.with_base:
+        base = None  # the schedule fills it
+    ctx = None if base is None and shadow is None else _raw_context(call)
+
+    def telling() -> contextlib.ExitStack:
+        """Return a context: if its body fails, no rank waits for this one's part of shared bases, nor for its outcome of a check."""
+        stack = contextlib.ExitStack()
+        if ctx is not None and base is not None:
+            stack.enter_context(abandoning(ctx, base))
+        if ctx is not None and shadow is not None:
+            stack.enter_context(engine.host.telling_failures(ctx))
+        return stack
+
+    def end(wait: Callable[[], Any]) -> None:
         with telling():
-            handle = execute(choice, request)
-        if fills or self.whole is not self._output:
-            sent = handle
-            handle = work.start(GATHER, [self._output], lambda: end(sent.wait))
-        for one in filled.values():
-            one.filled_by(handle)
-        return handle
+            wait()
+            if apart:
+                with torch.inference_mode(), tensors.undisturbed():
+                    parts = request.outputs[0].view(call.size, -1).split(sizes, 1)
+                    for (rows, *_), part in zip(columns, parts, strict=True):
+                        rows.copy_(part)
+        if ctx is not None and base is not None:
+            with torch.inference_mode(), tensors.undisturbed():
+                base.keep(ctx, [[rows[rank] for rows, _ in filled] for rank in range(ctx.size)])
+        if ctx is not None and shadow is not None:
+            engine.host.compare_on_all_ranks(ctx, shadow, outputs)
 
-    def compare(self) -> None:
-        """Compare the output with the plain collective's, if parameters were copied and the config asks for a check."""
-        if self._check is not None:
-            engine.host.compare_on_all_ranks(*self._check, [self._output])
-
-    @tensors.undisturbed()
-    @torch.inference_mode()
-    def _spread(self) -> None:
-        """Copy the parameters that were sent to their columns of the output."""
-        if self.whole is self._output:
-            return
-        columns = self.whole.view(self._call.size, -1).split([self._parts[number].numel for number in self.rest], 1)
-        for number, column in zip(self.rest, columns, strict=True):
-            self._rows[number].copy_(column)
+    if not request.async_op:
+        return end(lambda: execute(choice, request))
+    with telling():
+        handle = execute(choice, request)
+    if base is not None or apart:
+        handle = work.start(GATHER, outputs, functools.partial(end, handle.wait))
+    for _, kept in filled:
+        kept.filled_by(handle)
+    return handle
 
 
 def _raw_context(call: Call) -> OpContext:
     """Return a context with the next tags of the group, which every rank takes in program order."""
     return OpContext(GATHER, call.group, call.config, call.role, "raw", tensors.CPU)
-
-
-@contextlib.contextmanager
-def _telling(base: SharedBase | None, ctx: OpContext | None, checked: OpContext | None) -> Iterator[None]:
-    """If the body fails, tell the ranks that share bases, and those that wait for the outcome of a check, so that they do not wait for
-    this rank."""
-    try:
-        with contextlib.nullcontext() if checked is None else engine.host.telling_failures(checked):
-            yield
-    except BaseException:
-        if base is not None and ctx is not None:
-            base.abandon(ctx)
-        raise

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import weakref
 from collections.abc import Callable, Iterable, Sequence
 from types import ModuleType
 from typing import Any, TypeVar
@@ -16,16 +15,15 @@ from ds_zipccl.comm import Agreed, Kept, Part
 from ds_zipccl.comm import engine as comm_engine
 from ds_zipccl.comm.bases import host_memory
 from ds_zipccl.comm.bases.shared import BaseSlot, choose_fitting, held_share
+from ds_zipccl.comm.bases.state import Versioned
 from ds_zipccl.comm.group_state import group_nodes, group_size, group_state, resolve_group
 from ds_zipccl.config import ZipcclConfig
 from ds_zipccl.integration import hints, hook_points
 from ds_zipccl.policy import admission
 
-#: Attribute of a parameter: a weak reference to its base. DeepSpeed keeps parameters after their engine is gone, and a base is larger than
-#: the parameter's own memory.
-BASE = "ds_zipccl_base"
 #: Attribute of a parameter: its state, an Agreed in groups in the order of streams, a Kept in those that exchange messages; see
-#: :mod:`.versions`. DeepSpeed's parameters have attributes of their engine too.
+#: :mod:`.versions`. Without versions it only holds a base. DeepSpeed's parameters have attributes of their engine too, and live longer than
+#: the engine. A state does not keep its base alive, which is larger than the parameter's own memory.
 STATE = "ds_zipccl_state"
 #: Attribute of an optimizer, and of each of its parameters: the versions of all of them.
 VERSIONS = "ds_zipccl_versions"
@@ -96,24 +94,19 @@ def allocate_bases(
     auto, useless = config.zero3_base == "auto", _never_differs(config)
     groups: dict[dist.ProcessGroup, list[Any]] = {}
     for param in parameters:
-        if not hasattr(param, "ds_id") or param.ds_persist:
-            continue
-        on_disk = getattr(param.ds_tensor, "final_location", None) == "nvme"  # whose users have no memory to spare
-        if not (auto and (on_disk or (trains and param.requires_grad))):
-            groups.setdefault(param.ds_process_group, []).append(param)
-    useful = {group: params for group, params in groups.items() if group_size(group) > 1}
-    if auto and not useful:
+        if hasattr(param, "ds_id") and not param.ds_persist and group_size(param.ds_process_group) > 1:
+            on_disk = getattr(param.ds_tensor, "final_location", None) == "nvme"  # whose users have no memory to spare
+            if not (auto and (on_disk or (trains and param.requires_grad))):
+                groups.setdefault(param.ds_process_group, []).append(param)
+    if auto and not groups:
         return [], ""
     if useless and not auto:
         return [], f"not used, as {useless}"
     share, before = (_share(config), 0 if config.zero3_base_mib else held_share()) if auto else (0, 0)
     bases: list[BaseSlot] = []
     reasons: list[str] = []
-    for group, params in useful.items():
-        some, reason = _usable(params, config, device)
-        members = group_state(group)
-        if auto and some and not trains and members is not None and members.streams(device.type):
-            some, reason = [], "no optimizer step checks copies of bases there"
+    for group, params in groups.items():
+        some, reason = _usable(params, config, device, trains)
         reasons.append(reason)
         if not some:
             continue
@@ -132,18 +125,16 @@ def allocate_bases(
             reasons.append(str(error))
             continue
         for param, base in zip(some, found, strict=True):
-            setattr(param, BASE, weakref.ref(base))
-        for one, base in zip(agreed_of(some), found, strict=False):  # as many, or none
-            one.hold(base)
+            setattr(param, STATE, state := getattr(param, STATE, None) or Versioned(""))
+            state.hold(base)
         bases += found
     reasons = list(filter(None, reasons))
     if not auto:
         return bases, "; ".join([_size(bases), *reasons[-1:]])
-    wanted = [param for params in useful.values() for param in params]
+    wanted = [(group_size(group), *_shard_of(param)) for group, params in groups.items() for param in params]
     why = f": {'; '.join(dict.fromkeys(reasons))}" if reasons else ""
     if not bases:
-        sizes = [(group_size(param.ds_process_group), *_shard_of(param)) for param in wanted]
-        nbytes = sum(ranks * numel * dtype.itemsize for ranks, numel, dtype in sizes)
+        nbytes = sum(ranks * numel * dtype.itemsize for ranks, numel, dtype in wanted)
         return [], f"nothing for {len(wanted)} frozen parameters of {nbytes / 1e6:.1f} MB{why}"
     count = f"{len(wanted)}" if len(bases) == len(wanted) else f"{len(bases)} of {len(wanted)}"
     return bases, f"{_size(bases)}, for {count} frozen parameters{why}"
@@ -170,7 +161,7 @@ def _never_differs(config: ZipcclConfig) -> str:
     return f"no gather would send differences: see {reasons}" if reasons else ""
 
 
-def _usable(params: Sequence[Any], config: ZipcclConfig, device: torch.device) -> tuple[list[Any], str]:
+def _usable(params: Sequence[Any], config: ZipcclConfig, device: torch.device, trains: bool) -> tuple[list[Any], str]:
     """Return the parameters of one group whose gathers would use a base, and why those of other parameters would not; "" if there are none.
 
     A base in host memory is faster to read than gloo on any link, also inside a node. On groups in the order of streams measured speeds
@@ -188,7 +179,8 @@ def _usable(params: Sequence[Any], config: ZipcclConfig, device: torch.device) -
         reason = f"no differences {where}{': nccl is off' if streams and off else ' yet'}"
     if not reason and streams and not agreed_of(params):
         reason = f"no differences {where}: {'nccl is off' if off else 'no sizes are agreed on with this optimizer'}"
-    if not reason and streams and config.zero3_base == "auto" and config.mode_of("zero_param") == "auto":
+    auto = config.zero3_base == "auto"
+    if not reason and streams and auto and config.mode_of("zero_param") == "auto":
         passes = comm_engine.never_coded("all_gather_into_tensor", group, device.type)
         if passes is not None:
             reason = f"gathers {where} pass: {passes.value}"
@@ -197,9 +189,11 @@ def _usable(params: Sequence[Any], config: ZipcclConfig, device: torch.device) -
     if reason:
         return [], reason
     some = [param for param in params if gathered_dtype(param) in dtypes]
-    others = dict.fromkeys(str(gathered_dtype(param)).removeprefix("torch.") for param in params)
-    for dtype in dtypes:
-        others.pop(str(dtype).removeprefix("torch."), None)
+    if some and streams and auto and not trains:
+        return [], "no optimizer step checks copies of bases there"
+    others = dict.fromkeys(
+        str(dtype).removeprefix("torch.") for dtype in map(gathered_dtype, params) if dtype not in dtypes
+    )
     return some, f"no differences of {', '.join(others)} {where}" if others else ""
 
 
@@ -280,7 +274,7 @@ def parts_of(params: Sequence[Any], dtype: torch.dtype) -> Sequence[Part]:
         found.append(Part(numel, one if fits else None))
     if not any(part.kept is not None for part in found):
         return ()
-    for versions in by_versions(params):
+    for versions in versions_of(params):
         versions.begin_gather()
     return found
 
@@ -293,13 +287,9 @@ def forget(params: Iterable[Any]) -> None:
             one.forget()
 
 
-def by_versions(params: Iterable[Any]) -> dict[Any, list[Any]]:
-    """Return a map from the versions of an engine to its parameters among those given. Others have none."""
-    found: dict[Any, list[Any]] = {}
-    for param in params:
-        if (versions := getattr(param, VERSIONS, None)) is not None:
-            found.setdefault(versions, []).append(param)
-    return found
+def versions_of(params: Iterable[Any]) -> list[Any]:
+    """Return the versions of the engines of parameters, those of each engine once. Some parameters have none."""
+    return list(dict.fromkeys(getattr(param, VERSIONS) for param in params if hasattr(param, VERSIONS)))
 
 
 def _shard_numel(params: Iterable[Any]) -> int:
@@ -307,5 +297,6 @@ def _shard_numel(params: Iterable[Any]) -> int:
 
 
 def slot_of(param: Any) -> BaseSlot | None:
-    reference = getattr(param, BASE, None)
-    return None if reference is None else reference()
+    """Return the base of a parameter, None if there is none."""
+    state: Versioned | None = getattr(param, STATE, None)
+    return None if state is None else state.slot()

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -68,6 +68,7 @@ class Versions:
             else:
                 self._keepers.append(keeper := Keeper(group, config, copies=COPIES if steps else 1))
             for name, param in some:
+                setattr(param, VERSIONS, self)
                 setattr(param, STATE, _state_of(name, param, keeper))
         self._steps = steps and bool(self._keepers)
 
@@ -103,12 +104,11 @@ class Versions:
     def check(self) -> None:
         """Raise CommError if a frame was refused, or a parameter was written to within its version. A collective of every group that has
         gathered by agreed sizes, or from bases."""
-        for group, _ in self._groups:
-            comm.check_frames(self._device, group, config=self._config)
+        self.check_frames(self.parameters)
         for keeper in self._keepers:
             keeper.check()
 
-    def check_frames(self, among: Sequence[Any]) -> None:
+    def check_frames(self, among: Iterable[Any]) -> None:
         """Raise CommError if a frame was refused. A collective of every group of these parameters that has gathered by agreed sizes."""
         groups = {param.ds_process_group for param in among}
         for group, _ in self._groups:
@@ -149,7 +149,7 @@ def _state_of(name: str, param: Any, keeper: Keeper | None) -> Agreed | Kept:
         one = found()
         return None if one is None else one.ds_tensor.detach()
 
-    return Kept(name, shard, lambda: gathers.slot_of(found()), keeper)
+    return Kept(name, shard, keeper)
 
 
 def begin(optimizer: Any, named: Iterable[tuple[str, Any]], config: ZipcclConfig, device: torch.device) -> None:
@@ -186,7 +186,7 @@ def begin(optimizer: Any, named: Iterable[tuple[str, Any]], config: ZipcclConfig
     if found:
         steps = hasattr(optimizer, "step")  # engines that only evaluate have another object in its place
         versions = Versions(found, config, device, steps)
-        for one in (optimizer, _offload(optimizer), *versions.parameters):
+        for one in (optimizer, _offload(optimizer)):
             setattr(one, VERSIONS, versions)
         versions.agree()
 
@@ -210,20 +210,25 @@ def _offload(optimizer: Any) -> Any:
 
 
 def _drop(param: Any) -> None:
-    for name in (STATE, VERSIONS, gathers.BASE):
+    for name in (STATE, VERSIONS):
         vars(param).pop(name, None)
 
 
 @contextlib.contextmanager
-def changing(optimizer: Any) -> Iterator[None]:
-    """Surround a change of any of an optimizer's parameters, during which parameters may be gathered; then agree anew. A collective."""
-    versions = getattr(optimizer, VERSIONS, None)
-    if versions is not None:
-        gathers.forget(versions.parameters)
+def changing(optimizer: Any, *, step: bool = False) -> Iterator[None]:
+    """Surround a change of any of an optimizer's parameters, or a step, which changes those that it trains and comes after a check; then
+    agree anew. Parameters may be gathered meanwhile: a step gathers those that stay gathered. A collective."""
+    if (versions := getattr(optimizer, VERSIONS, None)) is None:
+        yield
+        return
+    changed = versions.parameters
+    if step:
+        versions.check()
+        changed = [param for group in optimizer.fp16_groups for param in group]
+    gathers.forget(changed)
     yield
-    if versions is not None:
-        gathers.forget(versions.parameters)
-        versions.agree()
+    gathers.forget(changed)
+    versions.agree()
 
 
 @contextlib.contextmanager
@@ -255,8 +260,8 @@ def enter_gathered(original: Callable[..., Any], gathered: Any) -> Any:
         if kept is not None and one.ds_status.name == "NOT_AVAILABLE" and not getattr(one, VERSIONS).saving:
             kept.refresh()
     result = original(gathered)
-    for versions, some in gathers.by_versions(params).items():
-        versions.check_frames(some)
+    for versions in gathers.versions_of(params):
+        versions.check_frames(params)
     return result
 
 
@@ -270,16 +275,8 @@ def fetch(original: Callable[..., Any], offload: Any, sub_module: Any, *args: An
 
 def step(original: Callable[..., Any], optimizer: Any, *args: Any, **kwargs: Any) -> Any:
     """Surround a step of ZeRO-3's optimizer, which changes parameters."""
-    versions = getattr(optimizer, VERSIONS, None)
-    if versions is None:
+    with changing(optimizer, step=True):
         return original(optimizer, *args, **kwargs)
-    versions.check()
-    trained = [param for group in optimizer.fp16_groups for param in group]
-    gathers.forget(trained)  # the step itself gathers parameters that stay gathered
-    result = original(optimizer, *args, **kwargs)
-    gathers.forget(trained)
-    versions.agree()
-    return result
 
 
 def load(original: Callable[..., Any], optimizer: Any, *args: Any, **kwargs: Any) -> Any:

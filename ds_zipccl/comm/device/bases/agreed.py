@@ -16,7 +16,6 @@ they copy the base. Each rank compares its own shard with the base, and reports 
 from __future__ import annotations
 
 import itertools
-import weakref
 from collections.abc import Hashable, Sequence
 from typing import NamedTuple
 
@@ -86,8 +85,9 @@ class Agreed(Versioned):
         self._kind: _Kind | None = None
 
     def hold(self, base: BaseSlot) -> None:
-        """Have a base, as long as it lives. All ranks of the group call. Differences must be wanted, see :class:`.ZipcclConfig`."""
-        self.slot, self.filled, self.way = weakref.ref(base), False, Way.FULL
+        """See :meth:`.Versioned.hold`."""
+        super().hold(base)
+        self.filled = False
 
     def base_of(self, kind: _Kind) -> BaseSlot | None:
         """Return the base of gathers of a kind, None if there is none."""
@@ -233,8 +233,10 @@ def gather_parameters(ctx: DeviceContext, own: torch.Tensor, whole: torch.Tensor
     read = [(number, base) for number, base in based if ways[number] is not Way.FULL]
     laid_out = proof.lay_out([(base, rows[number]) for number, base in read], ctx)
     lasts = {number: last for (number, _), last in zip(read, laid_out, strict=True)}
+    starts = [0, *itertools.accumulate(shard.sizes)]
     for way, plan in _plans_of(ctx, shard, parameters, ways):
-        words = [_last_of(lasts[piece.parameter], piece, shard) for piece in plan.pieces] if way is Way.DELTA else None
+        places = [(piece.parameter, piece.start - starts[piece.parameter], piece.numel) for piece in plan.pieces]
+        words = [lasts[number].narrow(0, start, numel) for number, start, numel in places] if way is Way.DELTA else None
         gather.send_planned(ctx, [shard], plan, words)
     gather.put_own(ctx, [shard])
     proof.keep([(base, rows[number]) for number, base in based if ways[number] is not Way.COPY], ctx)
@@ -268,12 +270,6 @@ def _plans_of(
                 found.append((way, gather.plan_of(ctx, [shard], some, sizes, partial=partial)))
         plans = _plans[key] = found
     return plans
-
-
-def _last_of(last: torch.Tensor, piece: Piece, shard: Shard) -> torch.Tensor:
-    """Return the words of a piece in the last shard of its parameter."""
-    begin = piece.start - sum(shard.sizes[: piece.parameter])
-    return last[begin : begin + piece.numel]
 
 
 def agree_ahead(
