@@ -346,23 +346,23 @@ class CudaBackend:
     def encode_delta(self, words: torch.Tensor, base: torch.Tensor, block: int, out: torch.Tensor) -> int:
         return self._launches.encode_payloads([words], [base], "delta", block, [out])[0]
 
-    def decode(self, payload: torch.Tensor, block: int, words: torch.Tensor) -> None:
-        self._launches.decode_payload(payload, None, block, words)
+    def decode(self, payload: torch.Tensor, block: int, words: torch.Tensor, adds: torch.dtype | None = None) -> None:
+        self._write_or_add(words, adds, partial(self._launches.decode_payload, payload, None, block))
 
     def decode_delta(self, payload: torch.Tensor, base: torch.Tensor, block: int, words: torch.Tensor) -> None:
         self._launches.decode_payload(payload, [base], block, words)
 
-    def decode_add(self, payload: torch.Tensor, block: int, dtype: torch.dtype, sums: torch.Tensor) -> None:
-        self._add_decoded(dtype, sums, partial(self.decode, payload, block))
-
     def add(self, words: torch.Tensor, sums: torch.Tensor) -> None:
         add(words, sums)
 
-    def _add_decoded(self, dtype: torch.dtype, sums: torch.Tensor, decode: Callable[[torch.Tensor], None]) -> None:
-        """Add the words of ``dtype`` that ``decode`` writes to ``sums``."""
-        values = tensors.empty(sums.numel(), dtype, sums.device)
+    def _write_or_add(
+        self, words: torch.Tensor, adds: torch.dtype | None, decode: Callable[[torch.Tensor], None]
+    ) -> None:
+        """Let ``decode`` write ``words``, or add the words of ``adds`` that it writes to them."""
+        values = words if adds is None else tensors.empty(words.numel(), adds, words.device)
         decode(values)
-        self.add(values, sums)
+        if values is not words:
+            self.add(values, words)
 
     def region_hash(self, data: torch.Tensor, key: tuple[int, int] = (0, 0)) -> tuple[int, int]:
         halves = tensors.empty(2, torch.int64, data.device)
@@ -423,14 +423,23 @@ class CudaBackend:
         self._pairs("predict_rows", words, width, sources, out, [factors], factors=numbers)
 
     def encode_rows(
-        self, words: torch.Tensor, width: int, head: int, rows: torch.Tensor, code: str, block: int, out: torch.Tensor
-    ) -> int:
-        return self.encode([_gathered(words, width, head, rows)], code, block, [out])[0]
+        self, words: torch.Tensor, width: int, head: int, rows: torch.Tensor, code: str, block: int, out: torch.Tensor,
+        mantissa: int = 0,
+    ) -> int:  # fmt: skip
+        """The literals are copied to one place, because the kernels take words side by side."""
+        literals = tensors.empty(row_moves.literal_numel(words, width, head, rows), words.dtype, words.device)
+        row_moves.gather(words, width, head, rows, literals)
+        if mantissa:
+            return self.encode_rounded([literals], mantissa, block, [out])[0][0]
+        return self.encode([literals], code, block, [out])[0]
 
     def decode_rows(
-        self, payload: torch.Tensor, block: int, words: torch.Tensor, width: int, head: int, rows: torch.Tensor
-    ) -> None:
-        _spread(partial(self.decode, payload, block), words, width, head, rows)
+        self, payload: torch.Tensor, block: int, words: torch.Tensor, width: int, head: int, rows: torch.Tensor,
+        rounded: bool = False,
+    ) -> None:  # fmt: skip
+        literals = tensors.empty(row_moves.literal_numel(words, width, head, rows), words.dtype, words.device)
+        (self.decode_rounded if rounded else self.decode)(payload, block, literals)
+        row_moves.spread(literals, words, width, head, rows)
 
     def copy_rows(self, words: torch.Tensor, width: int, rows: torch.Tensor, sources: torch.Tensor) -> None:
         """Does not wait."""
@@ -528,22 +537,12 @@ class CudaBackend:
                 "untrimmed", DTYPES[like.dtype], like.itemsize, grid, params, like.device, places, [sizes]
             )
 
-    def decode_rounded(self, payload: torch.Tensor, block: int, words: torch.Tensor) -> None:
-        arguments.choice("rounded payloads of", words.dtype, TRIMMED)
-        self._launches.decode_payload(payload, None, block, words, "_rounded")
-
-    def decode_rounded_add(self, payload: torch.Tensor, block: int, dtype: torch.dtype, sums: torch.Tensor) -> None:
-        self._add_decoded(dtype, sums, partial(self.decode_rounded, payload, block))
-
-    def encode_rounded_rows(
-        self, words: torch.Tensor, width: int, head: int, rows: torch.Tensor, mantissa: int, block: int, out: torch.Tensor
-    ) -> int:  # fmt: skip
-        return self.encode_rounded([_gathered(words, width, head, rows)], mantissa, block, [out])[0][0]
-
-    def decode_rounded_rows(
-        self, payload: torch.Tensor, block: int, words: torch.Tensor, width: int, head: int, rows: torch.Tensor
+    def decode_rounded(
+        self, payload: torch.Tensor, block: int, words: torch.Tensor, adds: torch.dtype | None = None
     ) -> None:
-        _spread(partial(self.decode_rounded, payload, block), words, width, head, rows)
+        arguments.choice("rounded payloads of", adds or words.dtype, TRIMMED)
+        decode = partial(self._launches.decode_payload, payload, None, block, suffix="_rounded")
+        self._write_or_add(words, adds, decode)
 
     # --- scaled payloads (FORMAT.md 2.10)
 
@@ -570,10 +569,22 @@ class CudaBackend:
             codes.copy_(all_codes)
         return coded
 
-    def decode_scaled(self, scales: torch.Tensor, codes: torch.Tensor, codec: ScaledCodec, words: torch.Tensor) -> None:
+    def decode_scaled(
+        self,
+        scales: torch.Tensor,
+        codes: torch.Tensor,
+        codec: ScaledCodec,
+        words: torch.Tensor,
+        adds: torch.dtype | None = None,
+    ) -> None:
         """Raises:
         FrameError: a code is no number.
         """
+        self._write_or_add(words, adds, partial(self._decode_scaled, scales, codes, codec))
+
+    def _decode_scaled(
+        self, scales: torch.Tensor, codes: torch.Tensor, codec: ScaledCodec, words: torch.Tensor
+    ) -> None:
         device, job = self._launches.device(words), jobs.scaled_job(words, codec)
         groups = scales.numel()
         jobs.as_many_groups(groups, words.numel(), codec)
@@ -591,11 +602,6 @@ class CudaBackend:
         reads = [scales, codes, *([] if places is None else [places])]
         self._start("scaled_decode", job, words.dtype, groups, _WARPS, reads, [words, status])
         raise_failure(status)
-
-    def decode_scaled_add(
-        self, scales: torch.Tensor, codes: torch.Tensor, codec: ScaledCodec, dtype: torch.dtype, sums: torch.Tensor
-    ) -> None:
-        self._add_decoded(dtype, sums, partial(self.decode_scaled, scales, codes, codec))
 
     def project_scaled(self, words: torch.Tensor, codec: ScaledCodec, out: torch.Tensor) -> None:
         groups = -(-words.numel() // codec.group)
@@ -616,7 +622,10 @@ class CudaBackend:
             codes.copy_(place)
         return not infinite.item()
 
-    def decode_zfp(self, codes: torch.Tensor, rate: int, words: torch.Tensor) -> None:
+    def decode_zfp(self, codes: torch.Tensor, rate: int, words: torch.Tensor, adds: torch.dtype | None = None) -> None:
+        self._write_or_add(words, adds, partial(self._decode_zfp, codes, rate))
+
+    def _decode_zfp(self, codes: torch.Tensor, rate: int, words: torch.Tensor) -> None:
         device = self._launches.device(words)
         jobs.check_zfp(words, rate, codes)
         (out,) = arguments.addresses([words], "output", words.dtype, device)
@@ -626,27 +635,8 @@ class CudaBackend:
         job = jobs.ZfpJob(out=out, codes=codes.data_ptr(), numel=words.numel(), rate=rate)
         self._start("zfp_decode", job, words.dtype, words.numel(), _WORDS_OF_ZFP, [codes], [words])
 
-    def decode_zfp_add(self, codes: torch.Tensor, rate: int, dtype: torch.dtype, sums: torch.Tensor) -> None:
-        self._add_decoded(dtype, sums, partial(self.decode_zfp, codes, rate))
-
     def project_zfp(self, words: torch.Tensor, rate: int, out: torch.Tensor) -> None:
         arguments.choice("ZFP of", words.dtype, SUMMED)
         arguments.choice("rate", rate, jobs.ZFP_RATES)
         job = jobs.ZfpJob(numel=words.numel(), rate=rate)
         self._project("zfp_project", job, words.numel(), _WORDS_OF_ZFP, words, out)
-
-
-def _gathered(words: torch.Tensor, width: int, head: int, rows: torch.Tensor) -> torch.Tensor:
-    """The literals of ``words``, copied to one place, because the kernels take words side by side."""
-    literals = tensors.empty(row_moves.literal_numel(words, width, head, rows), words.dtype, words.device)
-    row_moves.gather(words, width, head, rows, literals)
-    return literals
-
-
-def _spread(
-    decode: Callable[[torch.Tensor], None], words: torch.Tensor, width: int, head: int, rows: torch.Tensor
-) -> None:
-    """Copy the literals that ``decode`` writes to one place to their places in ``words``."""
-    literals = tensors.empty(row_moves.literal_numel(words, width, head, rows), words.dtype, words.device)
-    decode(literals)
-    row_moves.spread(literals, words, width, head, rows)
