@@ -113,7 +113,7 @@ def _decode(payload: torch.Tensor, base: torch.Tensor | None, block: int, words:
 
 
 def _decode_add(payload: torch.Tensor, block: int, dtype: torch.dtype, sums: torch.Tensor, route: str) -> None:
-    kernels.route(route, sums.device.type).decode_add(payload, block, dtype, sums)
+    kernels.route(route, sums.device.type).decode(payload, block, sums, dtype)
 
 
 def _spec(code: str, former_names: tuple[str, ...] = ()) -> CodecSpec:

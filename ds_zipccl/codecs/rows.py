@@ -268,17 +268,9 @@ def encode(
         row_moves.gather(words.view(torch.uint8), width * item, head * item, literal, room[:size])
     else:
         exponent.check_bound(words, spec.payload_bound(words.numel(), dtype, block), exponent.MAX_PAYLOAD)
-        size = _coded(words, literal, fields, literals, room)
+        kernel = kernels.row_route(literals.route, words.device.type)
+        size = kernel.encode_rows(words, width, head, literal, literals.code, block, room, literals.mantissa)
     return memory.finish_nested(Header(spec.frame_id, dtype, numel, HEADER_BYTES + size, block), out, at)
-
-
-def _coded(words: torch.Tensor, literal: torch.Tensor, fields: Fields, literals: Literals, room: torch.Tensor) -> int:
-    width, head, block, device = fields.width, fields.head, literals.block, words.device.type
-    if not literals.mantissa:
-        kernel = kernels.row_route(literals.route, device)
-        return kernel.encode_rows(words, width, head, literal, literals.code, block, room)
-    rounding = kernels.lossy_route(literals.route, device, "encode_rounded_rows")
-    return rounding.encode_rounded_rows(words, width, head, literal, literals.mantissa, block, room)
 
 
 def encode_deltas(
@@ -371,14 +363,13 @@ def _decode(payload: torch.Tensor, base: torch.Tensor | None, block: int, words:
 
 def _decode_literals(literals: Nested, words: torch.Tensor, fields: Fields, literal: torch.Tensor, route: str) -> None:
     """Decode literals to their places; a refusal is before any other word is written."""
-    where = literals.payload, literals.block, words, fields.width, fields.head, literal
+    width, head = fields.width, fields.head
     if literals.spec is RAW:
         item = words.itemsize
-        row_moves.spread(literals.payload, words.view(torch.uint8), fields.width * item, fields.head * item, literal)
-    elif literals.spec is ROUNDED:
-        kernels.lossy_route(route, words.device.type, "decode_rounded_rows").decode_rounded_rows(*where)
+        row_moves.spread(literals.payload, words.view(torch.uint8), width * item, head * item, literal)
     else:
-        kernels.row_route(route, words.device.type).decode_rows(*where)
+        kernel, rounded = kernels.row_route(route, words.device.type), literals.spec is ROUNDED
+        kernel.decode_rows(literals.payload, literals.block, words, width, head, literal, rounded)
 
 
 def _from_reach(words: torch.Tensor, fields: Fields, reach: int) -> torch.Tensor:

@@ -74,7 +74,7 @@ class DecodeAdd(Protocol):
     """
 
     def __call__(
-        self, payload: torch.Tensor, block: int, dtype: torch.dtype, sums: torch.Tensor, route: str
+        self, payload: torch.Tensor, block: int, dtype: torch.dtype, sums: torch.Tensor, route: str, /
     ) -> None: ...
 
 
@@ -105,23 +105,21 @@ class PayloadSpec:
 def lossy_format(
     kernel_call: Callable[[torch.Tensor, int, int, str], tuple[str, tuple[Any, ...]]], **fields: Any
 ) -> PayloadSpec:
-    """The format of a lossy codec, decoded by a call of its kernels, and added by the call with "_add" behind the name.
+    """The format of a lossy codec, decoded and added by a call of its kernels.
 
     Args:
-        kernel_call: (payload, elements, block, route) -> the call, and its arguments in front of the words, or of the dtype and the sums.
+        kernel_call: (payload, elements, block, route) -> the call, and its arguments in front of the words.
         fields: the other fields of the entry; ``dtypes`` are those of lossy codecs unless given.
     """
 
-    def decode(payload: torch.Tensor, base: torch.Tensor | None, block: int, words: torch.Tensor, route: str) -> None:
+    def into(payload: torch.Tensor, block: int, adds: torch.dtype | None, words: torch.Tensor, route: str) -> None:
         call, given = kernel_call(payload, words.numel(), block, route)
-        getattr(kernels.lossy_route(route, words.device.type, call), call)(*given, words)
+        getattr(kernels.lossy_route(route, words.device.type, call), call)(*given, words, adds)
 
-    def decode_add(payload: torch.Tensor, block: int, dtype: torch.dtype, sums: torch.Tensor, route: str) -> None:
-        call, given = kernel_call(payload, sums.numel(), block, route)
-        call += "_add"
-        getattr(kernels.lossy_route(route, sums.device.type, call), call)(*given, dtype, sums)
+    def decode(payload: torch.Tensor, base: torch.Tensor | None, block: int, words: torch.Tensor, route: str) -> None:
+        into(payload, block, None, words, route)
 
-    return PayloadSpec(decode=decode, decode_add=decode_add, **{"dtypes": LOSSY_DTYPES, **fields})
+    return PayloadSpec(decode=decode, decode_add=into, **{"dtypes": LOSSY_DTYPES, **fields})
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -42,16 +42,13 @@ class KernelBackend(Protocol):
         (``payload_bound`` bytes each), and return the bytes of each payload."""
         ...
 
-    def decode(self, payload: torch.Tensor, block: int, words: torch.Tensor) -> None:
-        """Decode ``payload`` into ``words``."""
-        ...
-
-    def decode_add(self, payload: torch.Tensor, block: int, dtype: torch.dtype, sums: torch.Tensor) -> None:
-        """Add the words of ``dtype`` in ``payload`` to ``sums``, of the same dtype (each sum is rounded to it) or float32."""
+    def decode(self, payload: torch.Tensor, block: int, words: torch.Tensor, adds: torch.dtype | None = None) -> None:
+        """Decode ``payload`` into ``words``; with ``adds``, as all decoders have it, add the words of that dtype to ``words``, which are
+        of the same dtype (each sum is rounded to it) or float32."""
         ...
 
     def add(self, words: torch.Tensor, sums: torch.Tensor) -> None:
-        """Add ``words`` to ``sums``, with the dtypes of :meth:`decode_add`.
+        """Add ``words`` to ``sums``, with the dtypes of :meth:`decode`.
 
         On a CPU the calling thread, or threads that it starts, do the additions: they flush denormals where the calling thread does.
         """
@@ -122,15 +119,25 @@ class RowBackend(KernelBackend, Protocol):
         code: str,
         block: int,
         out: torch.Tensor,
+        mantissa: int = 0,
     ) -> int:
         """Encode the literals of ``words``: the first ``head`` elements, the rows ``rows`` (ascending), and the elements behind the last
-        whole row. Otherwise as :meth:`encode` of one segment of these elements."""
+        whole row. Otherwise as :meth:`encode` of one segment of these elements; with ``mantissa`` as :meth:`LossyBackend.encode_rounded`.
+        """
         ...
 
     def decode_rows(
-        self, payload: torch.Tensor, block: int, words: torch.Tensor, width: int, head: int, rows: torch.Tensor
+        self,
+        payload: torch.Tensor,
+        block: int,
+        words: torch.Tensor,
+        width: int,
+        head: int,
+        rows: torch.Tensor,
+        rounded: bool = False,
     ) -> None:
-        """Decode a payload of :meth:`encode_rows` to the places of its elements in ``words``; no other row is written."""
+        """Decode a payload of :meth:`encode_rows` to the places of its elements in ``words``; no other row is written. ``rounded``: the
+        payload is one of :meth:`LossyBackend.decode_rounded`."""
         ...
 
     def copy_rows(self, words: torch.Tensor, width: int, rows: torch.Tensor, sources: torch.Tensor) -> None:
@@ -159,32 +166,10 @@ class LossyBackend(Protocol):
         """
         ...
 
-    def decode_rounded(self, payload: torch.Tensor, block: int, words: torch.Tensor) -> None:
-        """Decode a rounded payload into ``words``, bfloat16 or float16."""
-        ...
-
-    def decode_rounded_add(self, payload: torch.Tensor, block: int, dtype: torch.dtype, sums: torch.Tensor) -> None:
-        """Add the words of ``dtype`` in a rounded payload to ``sums``, as :meth:`KernelBackend.decode_add` does."""
-        ...
-
-    def encode_rounded_rows(
-        self,
-        words: torch.Tensor,
-        width: int,
-        head: int,
-        rows: torch.Tensor,
-        mantissa: int,
-        block: int,
-        out: torch.Tensor,
-    ) -> int:
-        """Encode the literals of ``words``, as :meth:`KernelBackend.encode_rows` describes them, as :meth:`encode_rounded`
-        does; return the bytes of the payload."""
-        ...
-
-    def decode_rounded_rows(
-        self, payload: torch.Tensor, block: int, words: torch.Tensor, width: int, head: int, rows: torch.Tensor
+    def decode_rounded(
+        self, payload: torch.Tensor, block: int, words: torch.Tensor, adds: torch.dtype | None = None
     ) -> None:
-        """Decode a rounded payload as :meth:`KernelBackend.decode_rows` does; ``words`` are bfloat16 or float16."""
+        """Decode a rounded payload of bfloat16 or float16 as :meth:`KernelBackend.decode` does."""
         ...
 
     def encode_scaled(
@@ -201,14 +186,16 @@ class LossyBackend(Protocol):
         """
         ...
 
-    def decode_scaled(self, scales: torch.Tensor, codes: torch.Tensor, codec: ScaledCodec, words: torch.Tensor) -> None:
-        """Write the values to ``words``. The caller has proven the scales, their number, and the number of codes, not the codes."""
-        ...
-
-    def decode_scaled_add(
-        self, scales: torch.Tensor, codes: torch.Tensor, codec: ScaledCodec, dtype: torch.dtype, sums: torch.Tensor
+    def decode_scaled(
+        self,
+        scales: torch.Tensor,
+        codes: torch.Tensor,
+        codec: ScaledCodec,
+        words: torch.Tensor,
+        adds: torch.dtype | None = None,
     ) -> None:
-        """Add the words of ``dtype`` that :meth:`decode_scaled` gives to ``sums``, as :meth:`KernelBackend.add` does."""
+        """Write the values to ``words``, or add them as :meth:`KernelBackend.decode` does. The caller has proven the scales, their number,
+        and the number of codes, not the codes."""
         ...
 
     def project_scaled(self, words: torch.Tensor, codec: ScaledCodec, out: torch.Tensor) -> None:
@@ -228,24 +215,17 @@ class LossyBackend(Protocol):
         """
         ...
 
-    def decode_zfp(self, codes: torch.Tensor, rate: int, words: torch.Tensor) -> None:
-        """Decode ``codes``, as many bytes as ``words`` need, into ``words``. Every content of the codes has words."""
+    def decode_zfp(self, codes: torch.Tensor, rate: int, words: torch.Tensor, adds: torch.dtype | None = None) -> None:
+        """Decode ``codes``, as many bytes as ``words`` need, as :meth:`KernelBackend.decode` does. Every content of the codes has words."""
         ...
 
-    def decode_zfp_add(self, codes: torch.Tensor, rate: int, dtype: torch.dtype, sums: torch.Tensor) -> None:
-        """Add the words of ``dtype`` in ``codes`` to ``sums``, as :meth:`KernelBackend.decode_add` does."""
-        ...
-
-    def multiply(self, p: torch.Tensor, q: torch.Tensor, words: torch.Tensor) -> None:
-        """Write the product of ``p`` with the transpose of ``q`` (FORMAT.md 2.12) to ``words``, flat.
+    def multiply(self, p: torch.Tensor, q: torch.Tensor, words: torch.Tensor, adds: torch.dtype | None = None) -> None:
+        """Write the product of ``p`` with the transpose of ``q`` (FORMAT.md 2.12) to ``words``, flat, or add it as
+        :meth:`KernelBackend.decode` does.
 
         Args:
             p, q: float32, contiguous, of n rows and of m rows, with as many columns. The caller has proven that no sum is beyond float32.
         """
-        ...
-
-    def multiply_add(self, p: torch.Tensor, q: torch.Tensor, dtype: torch.dtype, sums: torch.Tensor) -> None:
-        """Add the words of ``dtype`` that :meth:`multiply` gives to ``sums``, as :meth:`KernelBackend.decode_add` does."""
         ...
 
     def orthonormalize(self, columns: torch.Tensor) -> None:

@@ -52,12 +52,10 @@ def good() -> dict[str, Any]:
 CALLS: dict[str, Callable[[CudaBackend, dict[str, Any]], None]] = {
     "encode_frames": lambda r, a: r.encode_frames(a["words"], a["code"], a["block"], a["slots"], a["overflows"]),
     "decode_frames": lambda r, a: r.decode_frames(a["slots"], a["block"], a["words"], a["status"]),
-    "encode_delta_frames": lambda r, a: r.encode_delta_frames(
-        a["words"], a["base"], a["block"], a["slots"], a["overflows"]
+    "encode_delta_frames": lambda r, a: r.encode_frames(
+        a["words"], "delta", a["block"], a["slots"], a["overflows"], a["base"]
     ),
-    "decode_delta_frames": lambda r, a: r.decode_delta_frames(
-        a["slots"], a["base"], a["block"], a["words"], a["status"]
-    ),
+    "decode_delta_frames": lambda r, a: r.decode_frames(a["slots"], a["block"], a["words"], a["status"], a["base"]),
     "encode_gather": lambda r, a: r.encode_gather(a["words"], a["code"], a["table"], a["part"], a["overflows"]),
     "decode_gather": lambda r, a: r.decode_gather(a["staging"], a["table"], a["outs"], a["skip"], a["status"]),
     "decode_sum_frames": lambda r, a: r.decode_sum_frames(
@@ -89,7 +87,7 @@ WRONG: list[tuple[str, str, Any, str]] = [
     ("encode_frames", "words", [torch.zeros(300, dtype=torch.float64)], "no kernel for dtype torch.float64; choose one of"),
     ("encode_frames", "words", [], "got 1 slots for 0 segments"),
     ("encode_frames", "code", "zip", "no kernel for code zip; choose one of cascade, wide, raw"),
-    ("encode_frames", "code", "delta", "no kernel for code delta"),
+    ("encode_frames", "code", "delta", "got no bases for code delta; bases belong to the code delta"),
     ("encode_frames", "block", 64, "no kernel for block 64; choose one of 128, 256, 512, 1024"),
     ("decode_frames", "block", 2048, "no kernel for block 2048"),
     *((call, "slots", [torch.zeros(1025, dtype=BYTES)[1:]], "slot 0: frames start at multiples of 16 bytes") for call in SLOTS),

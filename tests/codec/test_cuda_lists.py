@@ -67,7 +67,7 @@ def coded(
     there, lasts = [tensor.to(device) for tensor in tensors], [base.to(device, copy=True) for base in bases]
     slots = [slot(frame.numel() + 16 * (i % 2), device) for i, frame in enumerate(wanted)]
     overflows = torch.zeros(1, dtype=torch.int32, device=device)
-    route.encode_delta_frames(there, lasts, block, [at for at, _ in slots], overflows)
+    route.encode_frames(there, "delta", block, [at for at, _ in slots], overflows, lasts)
     assert overflows.item() == 0
     for number, (frame, (at, memory)) in enumerate(zip(wanted, slots, strict=True)):
         assert torch.equal(at[: frame.numel()].cpu(), frame), number
@@ -76,8 +76,8 @@ def coded(
     route.frame_sizes(there, "delta", block, headers, lasts)
     assert frame_bytes(headers).tolist() == [frame.numel() for frame in wanted]
     outs, status = [torch.empty_like(base) for base in lasts], new_status(device)
-    route.decode_delta_frames([at for at, _ in slots], lasts, block, outs, status)
-    route.decode_delta_frames([at for at, _ in slots], lasts, block, lasts, status)
+    route.decode_frames([at for at, _ in slots], block, outs, status, lasts)
+    route.decode_frames([at for at, _ in slots], block, lasts, status, lasts)
     raise_failure(status)
     for tensor, out, place in zip(tensors, outs, lasts, strict=True):
         assert torch.equal(bits(out), bits(tensor))
@@ -109,7 +109,8 @@ def test_more_differences_than_a_launch_takes(kernel: Kernel, dtype: torch.dtype
     tensors = [words(dtype, numel, numel) for numel in (0, 1, 3000, *range(100, 150))]
     coded(route, device, tensors, [changed(tensor) for tensor in tensors])
     overflows, (at, _) = torch.zeros(1, dtype=torch.int32, device=device), slot(64, device)
-    route.encode_delta_frames([tensors[2].to(device)], [changed(tensors[2]).to(device)], BLOCK, [at], overflows)
+    base = changed(tensors[2]).to(device)
+    route.encode_frames([tensors[2].to(device)], "delta", BLOCK, [at], overflows, [base])
     assert overflows.item() == 1
 
 
@@ -146,9 +147,9 @@ def test_words_and_bases_at_any_address(kernel: Kernel, dtype: torch.dtype) -> N
             last, _ = at_offset(base, (place * 3 + 1) % len(places), device, 29 * place & 255)
             out, memory = at_offset(torch.zeros_like(tensor), (place + 2) % len(places), device, GUARD)
             at, _ = slot(wanted.numel(), device)
-            route.encode_delta_frames([words], [last], BLOCK, [at])
+            route.encode_frames([words], "delta", BLOCK, [at], bases=[last])
             assert torch.equal(at.cpu(), wanted), (share, place)
-            route.decode_delta_frames([at], [last], BLOCK, [out], status := new_status(device))
+            route.decode_frames([at], BLOCK, [out], status := new_status(device), [last])
             raise_failure(status)
             assert torch.equal(bits(out), bits(tensor)), (share, place)
             assert_guarded(memory, out)
@@ -183,7 +184,7 @@ def refused(kernel: Kernel, frame: torch.Tensor, base: torch.Tensor) -> int:
     at, _ = slot(frame.numel(), device)
     at.copy_(frame)
     out, memory = slot(base.nbytes, device)
-    route.decode_delta_frames([at], [base.to(device)], BLOCK, [out.view(base.dtype)], status := new_status(device))
+    route.decode_frames([at], BLOCK, [out.view(base.dtype)], status := new_status(device), [base.to(device)])
     assert_guarded(memory, out)
     failure = failure_of(int(status.item()))
     got = 0 if failure is None else int(failure.code)

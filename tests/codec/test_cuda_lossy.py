@@ -325,7 +325,7 @@ def test_rounded_payloads_that_are_refused(kernel: Kernel) -> None:
             route.decode_rounded(damaged.to(device), 128, out)
         assert refused.value.code == code
         with pytest.raises(FrameError):
-            route.decode_rounded_add(damaged.to(device), 128, torch.bfloat16, torch.zeros(700, device=device))
+            route.decode_rounded(damaged.to(device), 128, torch.zeros(700, device=device), torch.bfloat16)
     for wrong in (payload[:-16], torch.cat((payload, torch.zeros(16, dtype=torch.uint8))), payload[:8]):
         with pytest.raises(FrameError):
             route.decode_rounded(wrong.to(device), 128, out)
@@ -357,7 +357,7 @@ def test_scaled_codes_that_are_refused(kernel: Kernel) -> None:
             route.decode_scaled(*there, codec, torch.empty(250, device=device))
         assert refused.value.code == FrameErrorCode.BLOCK
         with pytest.raises(FrameError):
-            route.decode_scaled_add(*there, codec, torch.float32, torch.zeros(250, device=device))
+            route.decode_scaled(*there, codec, torch.zeros(250, device=device), torch.float32)
 
 
 def test_zfp_blocks_that_are_not_finite(kernel: Kernel) -> None:

@@ -78,9 +78,9 @@ class Wrong:
             monkeypatch.setattr(kernels, function, lambda *given: self)
 
 
-def one_bit(good: Good, payload: torch.Tensor, block: int, words: torch.Tensor) -> None:
+def one_bit(good: Good, payload: torch.Tensor, block: int, words: torch.Tensor, *adds: Any) -> None:
     """Gets one bit of one word wrong: the last word, its lowest bit."""
-    good.decode(payload, block, words)
+    good.decode(payload, block, words, *adds)
     if words.numel():
         words.view(torch.uint8)[-words.dtype.itemsize] ^= 1
 
@@ -105,10 +105,10 @@ def last_row(good: Good, words: torch.Tensor, width: int, rows: torch.Tensor, so
 
 
 def no_head(
-    good: Good, payload: torch.Tensor, block: int, words: torch.Tensor, width: int, head: int, rows: Any
+    good: Good, payload: torch.Tensor, block: int, words: torch.Tensor, width: int, head: int, *more: Any
 ) -> None:
     """Loses a bit of the head."""
-    good.decode_rows(payload, block, words, width, head, rows)
+    good.decode_rows(payload, block, words, width, head, *more)
     words.view(torch.uint8)[:head] ^= 1
 
 
@@ -118,7 +118,7 @@ def next_block(good: Good, payload: torch.Tensor, *more: Any) -> None:
     trims = payload[16 + 3 * 2 : 16 + 4 * 2]
     trims.copy_(trims.flip(0))
     try:
-        good.decode_rounded_rows(payload, *more)
+        good.decode_rows(payload, *more)
     except FrameError as error:
         raise AssertionError("refused") from error
 
@@ -130,9 +130,9 @@ def lanes_of_16(good: Good, words: torch.Tensor, width: int, rows: torch.Tensor,
     return (a * b).sum(1) / (a * a).sum(1)
 
 
-def without_factor(good: Good, scales: Any, codes: Any, codec: ScaledCodec, words: torch.Tensor) -> None:
+def without_factor(good: Good, scales: Any, codes: Any, codec: ScaledCodec, words: torch.Tensor, *adds: Any) -> None:
     """Forgets 2^-group_log2 after the inverse transform."""
-    good.decode_scaled(scales, codes, codec, words)
+    good.decode_scaled(scales, codes, codec, words, *adds)
     if codec.hadamard:
         words *= codec.group
 
@@ -214,7 +214,7 @@ WRONG: dict[str, tuple[dict[str, Callable[..., Any]], Sequence[Check]]] = {
     "a row is not copied": ({"copy_rows": last_row}, [calls(test_rows.test_rows_travel_once, ("native", "int8"))]),
     "a head is damaged": ({"decode_rows": no_head}, [calls(test_rows.test_rows_travel_once, ("native", "fp16"))]),
     "a trim of another block": (
-        {"decode_rounded_rows": next_block}, [calls(test_rows.test_rounded_literals_of_two_trims, ("native",))],
+        {"decode_rows": next_block}, [calls(test_rows.test_rounded_literals_of_two_trims, ("native",))],
     ),
     "predictions by floating point": (
         {"predict_rows": nearest}, [calls(test_row_kernels.test_predictions_from_every_word, ("native", "bf16"))],

@@ -21,9 +21,9 @@ from ds_zipccl.kernels.cuda.backend import CudaBackend
 #: Arguments that are written -> the methods of a route that write them.
 _WRITERS: dict[tuple[str, ...], str] = {
     ("outs",): "encode encode_rounded",
-    ("out",): "encode_delta round_words encode_rounded_rows project_scaled project_zfp predict_rows encode_rows",
-    ("words",): "decode decode_rounded decode_rounded_rows decode_scaled decode_zfp decode_rows copy_rows",
-    ("sums",): "decode_add add decode_rounded_add decode_scaled_add decode_zfp_add",
+    ("out",): "encode_delta round_words project_scaled project_zfp predict_rows encode_rows",
+    ("words",): "decode decode_rounded decode_scaled decode_zfp decode_rows copy_rows",
+    ("sums",): "add",
     ("codes",): "encode_zfp",
     ("scales", "codes"): "encode_scaled",
     ("sources", "table"): "find_rows",

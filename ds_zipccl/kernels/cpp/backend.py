@@ -79,12 +79,9 @@ class CppBackend:
         self._call("zipccl_encode", array, len(array), segments[0].dtype, CODES[code], block)
         return [segment.bytes for segment in array]
 
-    def decode(self, payload: torch.Tensor, block: int, words: torch.Tensor) -> None:
-        self._decode("zipccl_decode", payload, payload.numel(), words, words.numel(), words.dtype, block)
-
-    def decode_add(self, payload: torch.Tensor, block: int, dtype: torch.dtype, sums: torch.Tensor) -> None:
-        fp32_sums = sums.dtype != dtype
-        self._decode("zipccl_decode_add", payload, payload.numel(), sums, sums.numel(), dtype, block, fp32_sums)
+    def decode(self, payload: torch.Tensor, block: int, words: torch.Tensor, adds: torch.dtype | None = None) -> None:
+        name, dtype, flag = _into(words, adds, "zipccl_decode", "zipccl_decode_add")
+        self._decode(name, payload, payload.numel(), words, words.numel(), dtype, block, *flag)
 
     def add(self, words: torch.Tensor, sums: torch.Tensor) -> None:
         self._call("zipccl_add", words, words.numel(), sums, words.dtype, sums.dtype != words.dtype)
@@ -112,28 +109,20 @@ class CppBackend:
         return self._call("zipccl_find_rows", search)
 
     def encode_rows(
-        self, words: torch.Tensor, width: int, head: int, rows: torch.Tensor, code: str, block: int, out: torch.Tensor
-    ) -> int:
+        self, words: torch.Tensor, width: int, head: int, rows: torch.Tensor, code: str, block: int, out: torch.Tensor,
+        mantissa: int = 0,
+    ) -> int:  # fmt: skip
         literals = _literals(words, width, head, rows)
+        if mantissa:
+            return self._call("zipccl_encode_rounded_rows", literals, words.dtype, mantissa, block, out)
         return self._call("zipccl_encode_rows", literals, words.dtype, CODES[code], block, out)
 
     def decode_rows(
-        self, payload: torch.Tensor, block: int, words: torch.Tensor, width: int, head: int, rows: torch.Tensor
-    ) -> None:
-        literals = _literals(words, width, head, rows)
-        self._decode("zipccl_decode_rows", payload, payload.numel(), literals, words.dtype, block)
-
-    def encode_rounded_rows(
-        self, words: torch.Tensor, width: int, head: int, rows: torch.Tensor, mantissa: int, block: int, out: torch.Tensor
-    ) -> int:  # fmt: skip
-        literals = _literals(words, width, head, rows)
-        return self._call("zipccl_encode_rounded_rows", literals, words.dtype, mantissa, block, out)
-
-    def decode_rounded_rows(
-        self, payload: torch.Tensor, block: int, words: torch.Tensor, width: int, head: int, rows: torch.Tensor
-    ) -> None:
-        literals = _literals(words, width, head, rows)
-        self._decode("zipccl_decode_rounded_rows", payload, payload.numel(), literals, words.dtype, block)
+        self, payload: torch.Tensor, block: int, words: torch.Tensor, width: int, head: int, rows: torch.Tensor,
+        rounded: bool = False,
+    ) -> None:  # fmt: skip
+        name = "zipccl_decode_rounded_rows" if rounded else "zipccl_decode_rows"
+        self._decode(name, payload, payload.numel(), _literals(words, width, head, rows), words.dtype, block)
 
     def copy_rows(self, words: torch.Tensor, width: int, rows: torch.Tensor, sources: torch.Tensor) -> None:
         self._call("zipccl_copy_rows", words, width * words.itemsize, rows, sources, rows.numel())
@@ -209,12 +198,11 @@ class CppBackend:
         self._call("zipccl_encode_rounded", array, len(array), segments[0].dtype, mantissa, block, untrimmed)
         return [(segment.bytes, size) for segment, size in zip(array, untrimmed, strict=True)]
 
-    def decode_rounded(self, payload: torch.Tensor, block: int, words: torch.Tensor) -> None:
-        self._decode("zipccl_decode_rounded", payload, payload.numel(), words, words.numel(), words.dtype, block)
-
-    def decode_rounded_add(self, payload: torch.Tensor, block: int, dtype: torch.dtype, sums: torch.Tensor) -> None:
-        fp32_sums = sums.dtype != dtype
-        self._decode("zipccl_decode_rounded_add", payload, payload.numel(), sums, sums.numel(), dtype, block, fp32_sums)
+    def decode_rounded(
+        self, payload: torch.Tensor, block: int, words: torch.Tensor, adds: torch.dtype | None = None
+    ) -> None:
+        name, dtype, flag = _into(words, adds, "zipccl_decode_rounded", "zipccl_decode_rounded_add")
+        self._decode(name, payload, payload.numel(), words, words.numel(), dtype, block, *flag)
 
     def squared_error(self, words: torch.Tensor, values: torch.Tensor) -> tuple[float, float]:
         """Return the sum of the squares of ``values`` - ``words``, and of those of ``words``, over the finite ``words``, added in fp64.
@@ -232,14 +220,16 @@ class CppBackend:
         coded = self._call("zipccl_scaled_encode", words, words.numel(), words.dtype, _scaling(codec), scales, codes)
         return None if coded == GROUP_STAYS else coded
 
-    def decode_scaled(self, scales: torch.Tensor, codes: torch.Tensor, codec: ScaledCodec, words: torch.Tensor) -> None:
-        self._decode("zipccl_scaled_decode", scales, codes, words.numel(), words.dtype, _scaling(codec), words)
-
-    def decode_scaled_add(
-        self, scales: torch.Tensor, codes: torch.Tensor, codec: ScaledCodec, dtype: torch.dtype, sums: torch.Tensor
+    def decode_scaled(
+        self,
+        scales: torch.Tensor,
+        codes: torch.Tensor,
+        codec: ScaledCodec,
+        words: torch.Tensor,
+        adds: torch.dtype | None = None,
     ) -> None:
-        scaling, fp32_sums = _scaling(codec), sums.dtype != dtype
-        self._decode("zipccl_scaled_add", scales, codes, sums.numel(), dtype, scaling, sums, fp32_sums)
+        name, dtype, flag = _into(words, adds, "zipccl_scaled_decode", "zipccl_scaled_add")
+        self._decode(name, scales, codes, words.numel(), dtype, _scaling(codec), words, *flag)
 
     def encode_scaled_staged(
         self,
@@ -265,26 +255,18 @@ class CppBackend:
         return None if size == GROUP_STAYS else size
 
     def decode_scaled_staged(
-        self, scales: torch.Tensor, payload: torch.Tensor, block: int, codec: ScaledCodec, words: torch.Tensor
-    ) -> None:
-        """As :meth:`decode_scaled`, of codes with stage 2 in blocks of ``block`` codes."""
-        numel, dtype, scaling = words.numel(), words.dtype, _scaling(codec)
-        size = payload.numel()
-        self._decode("zipccl_scaled_decode_staged", scales, payload, size, block, numel, dtype, scaling, words)
-
-    def decode_scaled_staged_add(
         self,
         scales: torch.Tensor,
         payload: torch.Tensor,
         block: int,
         codec: ScaledCodec,
-        dtype: torch.dtype,
-        sums: torch.Tensor,
+        words: torch.Tensor,
+        adds: torch.dtype | None = None,
     ) -> None:
-        """As :meth:`decode_scaled_add`, of codes with stage 2 in blocks of ``block`` codes."""
-        numel, size, fp32_sums = sums.numel(), payload.numel(), sums.dtype != dtype
-        scaling = _scaling(codec)
-        self._decode("zipccl_scaled_add_staged", scales, payload, size, block, numel, dtype, scaling, sums, fp32_sums)
+        """As :meth:`decode_scaled`, of codes with stage 2 in blocks of ``block`` codes."""
+        name, dtype, flag = _into(words, adds, "zipccl_scaled_decode_staged", "zipccl_scaled_add_staged")
+        size, scaling = payload.numel(), _scaling(codec)
+        self._decode(name, scales, payload, size, block, words.numel(), dtype, scaling, words, *flag)
 
     def project_scaled(self, words: torch.Tensor, codec: ScaledCodec, out: torch.Tensor) -> None:
         self._call("zipccl_scaled_project", words, words.numel(), words.dtype, _scaling(codec), out)
@@ -292,24 +274,17 @@ class CppBackend:
     def encode_zfp(self, words: torch.Tensor, rate: int, codes: torch.Tensor) -> bool:
         return bool(self._call("zipccl_zfp_encode", words, words.numel(), words.dtype, rate, codes))
 
-    def decode_zfp(self, codes: torch.Tensor, rate: int, words: torch.Tensor) -> None:
-        self._call("zipccl_zfp_decode", codes, words.numel(), words.dtype, rate, words)
-
-    def decode_zfp_add(self, codes: torch.Tensor, rate: int, dtype: torch.dtype, sums: torch.Tensor) -> None:
-        self._call("zipccl_zfp_decode_add", codes, sums.numel(), dtype, rate, sums, sums.dtype != dtype)
+    def decode_zfp(self, codes: torch.Tensor, rate: int, words: torch.Tensor, adds: torch.dtype | None = None) -> None:
+        name, dtype, flag = _into(words, adds, "zipccl_zfp_decode", "zipccl_zfp_decode_add")
+        self._call(name, codes, words.numel(), dtype, rate, words, *flag)
 
     def project_zfp(self, words: torch.Tensor, rate: int, out: torch.Tensor) -> None:
         self._call("zipccl_zfp_project", words, words.numel(), words.dtype, rate, out)
 
-    def multiply(self, p: torch.Tensor, q: torch.Tensor, words: torch.Tensor) -> None:
+    def multiply(self, p: torch.Tensor, q: torch.Tensor, words: torch.Tensor, adds: torch.dtype | None = None) -> None:
+        name, dtype, flag = _into(words, adds, "zipccl_multiply", "zipccl_multiply_add")
         columns = _columns(q)
-        stride, rank = columns.shape[1], p.shape[1]
-        self._call("zipccl_multiply", p, columns, stride, rank, len(p), len(q), words.dtype, words)
-
-    def multiply_add(self, p: torch.Tensor, q: torch.Tensor, dtype: torch.dtype, sums: torch.Tensor) -> None:
-        columns, fp32_sums = _columns(q), sums.dtype != dtype
-        stride, rank = columns.shape[1], p.shape[1]
-        self._call("zipccl_multiply_add", p, columns, stride, rank, len(p), len(q), dtype, sums, fp32_sums)
+        self._call(name, p, columns, columns.shape[1], p.shape[1], len(p), len(q), dtype, words, *flag)
 
     def orthonormalize(self, columns: torch.Tensor) -> None:
         rows, rank = columns.shape
@@ -373,6 +348,14 @@ def _number(value: Any) -> Any:
     if isinstance(value, torch.dtype):
         return DTYPE_IDS[value]
     return ctypes.byref(value) if isinstance(value, ctypes.Structure) else value
+
+
+def _into(
+    words: torch.Tensor, adds: torch.dtype | None, writing: str, adding: str
+) -> tuple[str, torch.dtype, tuple[bool, ...]]:
+    """Return the function that writes ``words``, or the one that adds words of ``adds`` to them; the dtype of the words; and what the
+    latter function takes besides: whether the sums are float32 ones of another dtype."""
+    return (writing, words.dtype, ()) if adds is None else (adding, adds, (words.dtype != adds,))
 
 
 def _segments(segments: Sequence[torch.Tensor], outs: Sequence[torch.Tensor]) -> ctypes.Array[Segment]:

@@ -6,6 +6,7 @@ docstrings say that they do not. The calls that take whole frames or write hashe
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import NamedTuple
@@ -29,7 +30,7 @@ __all__ = [
     "frame_bytes", "new_status", "raise_failure",
 ]  # fmt: skip
 #: Codes of :meth:`CudaBackend.encode_frames`. A raw frame is the header and the words.
-CODES = ("cascade", "wide", "raw")
+CODES = ("cascade", "wide", "raw", "delta")
 MANTISSAS = range(1, 7)
 #: Most blocks of threads of a launch that hashes; each takes 8 KiB at a time.
 HASH_GRID = 1024
@@ -55,10 +56,8 @@ class CudaBackend:
     it lacks the functions of codecs without CUDA kernels. Schedules are made of these calls:
 
     =========================  ======================================================================================
-    ``encode_frames``          segments to flat frames in slots
+    ``encode_frames``          segments to flat frames in slots, also against bases
     ``decode_frames``          flat frames in slots to tensors
-    ``encode_delta_frames``    the same, against bases
-    ``decode_delta_frames``
     ``encode_gather``          own shards to this rank's part of a staging buffer
     ``decode_gather``          the slots of all ranks to the gathered parameters, in one launch
     ``decode_sum_frames``      frames, or plain words, and own words to their sum
@@ -102,25 +101,24 @@ class CudaBackend:
         block: int,
         slots: Sequence[torch.Tensor],
         overflows: torch.Tensor | None = None,
+        bases: Sequence[torch.Tensor] | None = None,
     ) -> None:
         """Code each segment as a flat frame into its slot (uint8, at least the header's 32 bytes, of any such size).
 
         A frame that does not fit leaves its header, with the overflow flag and the true ``frame_bytes``, and writes nothing outside its
-        slot. ``overflows`` (int32, one element; pinned host memory or memory of the device) counts such frames.
+        slot. ``overflows`` (int32, one element; pinned host memory or memory of the device) counts such frames. ``bases``, one for each
+        segment, are for the code "delta".
         """
         arguments.choice("code", code, CODES)
-        self._encode_slots(segments, None, code, block, slots, overflows)
-
-    def encode_delta_frames(
-        self,
-        segments: Sequence[torch.Tensor],
-        bases: Sequence[torch.Tensor],
-        block: int,
-        slots: Sequence[torch.Tensor],
-        overflows: torch.Tensor | None = None,
-    ) -> None:
-        """Code each segment against its base as :meth:`encode_frames` does."""
-        self._encode_slots(segments, bases, "delta", block, slots, overflows)
+        arguments.as_many("slots", len(slots), "segments", len(segments))
+        rows = self._launches.segment_rows(segments, bases, code, block)
+        if not segments:
+            return
+        at, sizes = arguments.slots(slots, "slot", HEADER_BYTES, segments[0].device)
+        rows["header"] = at
+        rows["payload"] = rows["header"] + HEADER_BYTES
+        rows["capacity"] = np.array(sizes, np.uint64) - HEADER_BYTES
+        self._launches.encode(rows, segments[0], code, block, overflows, [*segments, *(bases or ())], slots)
 
     def frame_sizes(
         self,
@@ -135,7 +133,7 @@ class CudaBackend:
         ``headers``: uint8, a row of 32 bytes for each segment. The headers have the overflow flag; :func:`frame_bytes` shows the sizes.
         Each word is read, and nothing but headers is written. ``bases`` are for the code "delta".
         """
-        arguments.choice("code", code, (*CODES, "delta"))
+        arguments.choice("code", code, CODES)
         rows = self._launches.segment_rows(segments, bases, code, block)
         if not segments:
             return
@@ -147,24 +145,44 @@ class CudaBackend:
         self._launches.encode(rows, segments[0], code, block, None, [*segments, *(bases or ())], [headers])
 
     def decode_frames(
-        self, slots: Sequence[torch.Tensor], block: int, outs: Sequence[torch.Tensor], status: torch.Tensor
-    ) -> None:
-        """Decode the flat frame in each slot, raw or coded in blocks of ``block``, to its ``outs``.
-
-        ``status``: int64, one element, :data:`NO_FAILURE` before; see :func:`raise_failure`.
-        """
-        self._decode_slots(slots, None, block, outs, status)
-
-    def decode_delta_frames(
         self,
         slots: Sequence[torch.Tensor],
-        bases: Sequence[torch.Tensor],
         block: int,
         outs: Sequence[torch.Tensor],
         status: torch.Tensor,
+        bases: Sequence[torch.Tensor] | None = None,
     ) -> None:
-        """Decode frames against bases as :meth:`decode_frames` does; ``outs`` may be the bases."""
-        self._decode_slots(slots, bases, block, outs, status)
+        """Decode the flat frame in each slot, raw or coded in blocks of ``block``, to its ``outs``.
+
+        ``status``: int64, one element, :data:`NO_FAILURE` before; see :func:`raise_failure`. ``bases``: of frames with the code "delta",
+        one for each; ``outs`` may be the bases.
+        """
+        arguments.as_many("outputs", len(outs), "slots", len(slots))
+        if not slots:
+            return
+        dtype, device = outs[0].dtype, self._launches.device(outs[0])
+        arguments.choice("dtype", dtype, DTYPE_IDS)
+        at, sizes = arguments.slots(slots, "slot", 0, device)
+        numels = [words.numel() for words in outs]
+        arguments.frames(numels, dtype.itemsize, block, bases is not None)
+        words = jobs.words_of(dtype, bases is not None or dtype not in DTYPES)
+        rows = jobs.table(
+            jobs.DECODE,
+            {
+                # An empty slot has no address, and no header stands for a payload alone. The kernels read nothing of an empty slot.
+                "header": [place or HEADER_BYTES for place in at],
+                "bytes": sizes,
+                "words": arguments.addresses(outs, "output", dtype, device),
+                "numel": [numel * words.per_element for numel in numels],
+            },
+            len(slots),
+        )
+        rows["payload"] = rows["header"] + HEADER_BYTES
+        if bases is not None:
+            rows["base"] = arguments.bases(bases, numels, "output", dtype, device)
+        params = jobs.DecodeJobs(block=block, dtype=DTYPE_IDS[dtype], skip=jobs.NONE)
+        items = jobs.items_of(rows["numel"], block)
+        self._launches.decode(rows, items, params, 1, dtype, bases is not None, status, [*slots, *(bases or ())], outs)
 
     def encode_gather(
         self,
@@ -180,7 +198,7 @@ class CudaBackend:
         Parameters that the table says are raw get raw frames, whatever the code. Other arguments and slots that are too small are as for
         :meth:`encode_frames`; ``bases`` are for the code "delta".
         """
-        arguments.choice("code", code, (*CODES, "delta"))
+        arguments.choice("code", code, CODES)
         arguments.as_many("segments", len(segments), "parameters", table.count)
         device = self._launches.device(segments[0])
         rows = table.encode_rows.copy()
@@ -318,60 +336,6 @@ class CudaBackend:
             jobs.fill(params, jobs.HASH, part)
             self._launches.launch("hash", "", 1, (grid, 1), params, device, regions, [out, work])
 
-    def _encode_slots(
-        self,
-        segments: Sequence[torch.Tensor],
-        bases: Sequence[torch.Tensor] | None,
-        code: str,
-        block: int,
-        slots: Sequence[torch.Tensor],
-        overflows: torch.Tensor | None,
-    ) -> None:
-        arguments.as_many("slots", len(slots), "segments", len(segments))
-        rows = self._launches.segment_rows(segments, bases, code, block)
-        if not segments:
-            return
-        at, sizes = arguments.slots(slots, "slot", HEADER_BYTES, segments[0].device)
-        rows["header"] = at
-        rows["payload"] = rows["header"] + HEADER_BYTES
-        rows["capacity"] = np.array(sizes, np.uint64) - HEADER_BYTES
-        self._launches.encode(rows, segments[0], code, block, overflows, [*segments, *(bases or ())], slots)
-
-    def _decode_slots(
-        self,
-        slots: Sequence[torch.Tensor],
-        bases: Sequence[torch.Tensor] | None,
-        block: int,
-        outs: Sequence[torch.Tensor],
-        status: torch.Tensor,
-    ) -> None:
-        arguments.as_many("outputs", len(outs), "slots", len(slots))
-        if not slots:
-            return
-        dtype, device = outs[0].dtype, self._launches.device(outs[0])
-        arguments.choice("dtype", dtype, DTYPE_IDS)
-        at, sizes = arguments.slots(slots, "slot", 0, device)
-        numels = [words.numel() for words in outs]
-        arguments.frames(numels, dtype.itemsize, block, bases is not None)
-        words = jobs.words_of(dtype, bases is not None or dtype not in DTYPES)
-        rows = jobs.table(
-            jobs.DECODE,
-            {
-                # An empty slot has no address, and no header stands for a payload alone. The kernels read nothing of an empty slot.
-                "header": [place or HEADER_BYTES for place in at],
-                "bytes": sizes,
-                "words": arguments.addresses(outs, "output", dtype, device),
-                "numel": [numel * words.per_element for numel in numels],
-            },
-            len(slots),
-        )
-        rows["payload"] = rows["header"] + HEADER_BYTES
-        if bases is not None:
-            rows["base"] = arguments.bases(bases, numels, "output", dtype, device)
-        params = jobs.DecodeJobs(block=block, dtype=DTYPE_IDS[dtype], skip=jobs.NONE)
-        items = jobs.items_of(rows["numel"], block)
-        self._launches.decode(rows, items, params, 1, dtype, bases is not None, status, [*slots, *(bases or ())], outs)
-
     # --- payloads; these calls wait for the device
 
     def encode(
@@ -382,23 +346,23 @@ class CudaBackend:
     def encode_delta(self, words: torch.Tensor, base: torch.Tensor, block: int, out: torch.Tensor) -> int:
         return self._launches.encode_payloads([words], [base], "delta", block, [out])[0]
 
-    def decode(self, payload: torch.Tensor, block: int, words: torch.Tensor) -> None:
-        self._launches.decode_payload(payload, None, block, words)
+    def decode(self, payload: torch.Tensor, block: int, words: torch.Tensor, adds: torch.dtype | None = None) -> None:
+        self._write_or_add(words, adds, partial(self._launches.decode_payload, payload, None, block))
 
     def decode_delta(self, payload: torch.Tensor, base: torch.Tensor, block: int, words: torch.Tensor) -> None:
         self._launches.decode_payload(payload, [base], block, words)
 
-    def decode_add(self, payload: torch.Tensor, block: int, dtype: torch.dtype, sums: torch.Tensor) -> None:
-        self._add_decoded(dtype, sums, partial(self.decode, payload, block))
-
     def add(self, words: torch.Tensor, sums: torch.Tensor) -> None:
         add(words, sums)
 
-    def _add_decoded(self, dtype: torch.dtype, sums: torch.Tensor, decode: Callable[[torch.Tensor], None]) -> None:
-        """Add the words of ``dtype`` that ``decode`` writes to ``sums``."""
-        values = tensors.empty(sums.numel(), dtype, sums.device)
+    def _write_or_add(
+        self, words: torch.Tensor, adds: torch.dtype | None, decode: Callable[[torch.Tensor], None]
+    ) -> None:
+        """Let ``decode`` write ``words``, or add the words of ``adds`` that it writes to them."""
+        values = words if adds is None else tensors.empty(words.numel(), adds, words.device)
         decode(values)
-        self.add(values, sums)
+        if values is not words:
+            self.add(values, words)
 
     def region_hash(self, data: torch.Tensor, key: tuple[int, int] = (0, 0)) -> tuple[int, int]:
         halves = tensors.empty(2, torch.int64, data.device)
@@ -433,7 +397,7 @@ class CudaBackend:
         )  # fmt: skip
         for naming in (False, True):
             job.naming = naming
-            self._launches.launch("find_rows", "", 1, _grid(count), job, device, [data], [sources, table, repeats])
+            self._start("find_rows", job, None, count, _ROWS_OF_BLOCK, [data], [sources, table, repeats])
         return int(repeats.item())
 
     def row_factors(self, words: torch.Tensor, width: int, rows: torch.Tensor, sources: torch.Tensor) -> torch.Tensor:
@@ -459,14 +423,23 @@ class CudaBackend:
         self._pairs("predict_rows", words, width, sources, out, [factors], factors=numbers)
 
     def encode_rows(
-        self, words: torch.Tensor, width: int, head: int, rows: torch.Tensor, code: str, block: int, out: torch.Tensor
-    ) -> int:
-        return self.encode([_gathered(words, width, head, rows)], code, block, [out])[0]
+        self, words: torch.Tensor, width: int, head: int, rows: torch.Tensor, code: str, block: int, out: torch.Tensor,
+        mantissa: int = 0,
+    ) -> int:  # fmt: skip
+        """The literals are copied to one place, because the kernels take words side by side."""
+        literals = tensors.empty(row_moves.literal_numel(words, width, head, rows), words.dtype, words.device)
+        row_moves.gather(words, width, head, rows, literals)
+        if mantissa:
+            return self.encode_rounded([literals], mantissa, block, [out])[0][0]
+        return self.encode([literals], code, block, [out])[0]
 
     def decode_rows(
-        self, payload: torch.Tensor, block: int, words: torch.Tensor, width: int, head: int, rows: torch.Tensor
-    ) -> None:
-        _spread(partial(self.decode, payload, block), words, width, head, rows)
+        self, payload: torch.Tensor, block: int, words: torch.Tensor, width: int, head: int, rows: torch.Tensor,
+        rounded: bool = False,
+    ) -> None:  # fmt: skip
+        literals = tensors.empty(row_moves.literal_numel(words, width, head, rows), words.dtype, words.device)
+        (self.decode_rounded if rounded else self.decode)(payload, block, literals)
+        row_moves.spread(literals, words, width, head, rows)
 
     def copy_rows(self, words: torch.Tensor, width: int, rows: torch.Tensor, sources: torch.Tensor) -> None:
         """Does not wait."""
@@ -490,26 +463,48 @@ class CudaBackend:
         (places,) = arguments.addresses([sources], "sources", torch.int32, device)
         if width < 1:
             raise ValueError(f"got rows of {width} words, wanted at least 1; give the width of a row")
-        count, itemsize = sources.numel(), words.itemsize
+        count = sources.numel()
+        job = jobs.RowPairs(words=at, width=width, sources=places, out=out.data_ptr(), count=count, **numbers)
+        self._start(what, job, words.dtype, count, _ROWS_OF_BLOCK, [words, sources, *more], [out])
+
+    def _start(
+        self,
+        what: str,
+        job: ctypes.Structure,
+        dtype: torch.dtype | None,
+        count: int,
+        each: int,
+        reads: Sequence[torch.Tensor],
+        writes: Sequence[torch.Tensor],
+    ) -> None:
+        """Launch a kernel on ``count`` rows, groups or words, of which a block of threads takes ``each`` at a time; none: no launch."""
         if count:
-            job = jobs.RowPairs(words=at, width=width, sources=places, out=out.data_ptr(), count=count, **numbers)
-            self._launches.launch(
-                what, DTYPES[words.dtype], itemsize, _grid(count), job, device, [words, sources, *more], [out]
-            )
+            kind, itemsize = ("", 1) if dtype is None else (DTYPES[dtype], dtype.itemsize)
+            grid = min(-(-count // each), _GRID), 1
+            self._launches.launch(what, kind, itemsize, grid, job, reads[0].device, reads, writes)
+
+    def _project(
+        self,
+        what: str,
+        job: jobs.RoundJob | jobs.ScaledJob | jobs.ZfpJob,
+        count: int,
+        each: int,
+        words: torch.Tensor,
+        out: torch.Tensor,
+    ) -> None:
+        """Launch a kernel that writes a word to ``out`` for each of ``words``."""
+        arguments.as_many("words of output", out.numel(), "words", words.numel())
+        device = self._launches.device(words)
+        job.words, job.out = arguments.addresses([words, out], "words or output", words.dtype, device)
+        self._start(what, job, words.dtype, count, each, [words], [out])
 
     # --- rounded words and payloads (FORMAT.md 2.9)
 
     def round_words(self, words: torch.Tensor, mantissa: int, out: torch.Tensor) -> None:
-        device = self._launches.device(words)
         arguments.choice("words of", words.dtype, SUMMED)
         arguments.choice("mantissa", mantissa, MANTISSAS)
-        arguments.as_many("words of output", out.numel(), "words", words.numel())
-        at, to = arguments.addresses([words, out], "words or output", words.dtype, device)
-        if not words.numel():
-            return
-        job = jobs.RoundJob(words=at, out=to, numel=words.numel(), mantissa=mantissa)
-        grid = min(-(-words.numel() // _WORDS_OF_ROUNDING), _GRID), 1
-        self._launches.launch("round", DTYPES[words.dtype], words.itemsize, grid, job, device, [words], [out])
+        job = jobs.RoundJob(numel=words.numel(), mantissa=mantissa)
+        self._project("round", job, words.numel(), _WORDS_OF_ROUNDING, words, out)
 
     def encode_rounded(
         self, segments: Sequence[torch.Tensor], mantissa: int, block: int, outs: Sequence[torch.Tensor]
@@ -542,22 +537,12 @@ class CudaBackend:
                 "untrimmed", DTYPES[like.dtype], like.itemsize, grid, params, like.device, places, [sizes]
             )
 
-    def decode_rounded(self, payload: torch.Tensor, block: int, words: torch.Tensor) -> None:
-        arguments.choice("rounded payloads of", words.dtype, TRIMMED)
-        self._launches.decode_payload(payload, None, block, words, "_rounded")
-
-    def decode_rounded_add(self, payload: torch.Tensor, block: int, dtype: torch.dtype, sums: torch.Tensor) -> None:
-        self._add_decoded(dtype, sums, partial(self.decode_rounded, payload, block))
-
-    def encode_rounded_rows(
-        self, words: torch.Tensor, width: int, head: int, rows: torch.Tensor, mantissa: int, block: int, out: torch.Tensor
-    ) -> int:  # fmt: skip
-        return self.encode_rounded([_gathered(words, width, head, rows)], mantissa, block, [out])[0][0]
-
-    def decode_rounded_rows(
-        self, payload: torch.Tensor, block: int, words: torch.Tensor, width: int, head: int, rows: torch.Tensor
+    def decode_rounded(
+        self, payload: torch.Tensor, block: int, words: torch.Tensor, adds: torch.dtype | None = None
     ) -> None:
-        _spread(partial(self.decode_rounded, payload, block), words, width, head, rows)
+        arguments.choice("rounded payloads of", adds or words.dtype, TRIMMED)
+        decode = partial(self._launches.decode_payload, payload, None, block, suffix="_rounded")
+        self._write_or_add(words, adds, decode)
 
     # --- scaled payloads (FORMAT.md 2.10)
 
@@ -574,7 +559,7 @@ class CudaBackend:
         all_codes = codes if codes.data_ptr() % _ALIGNED == 0 else tensors.empty(codes.numel(), torch.uint8, device)
         stays = tensors.filled(1, 0, torch.int64, device)
         job.codes, job.status = all_codes.data_ptr(), stays.data_ptr()
-        self._start_scaled("encode", words.dtype, job, groups, device, [words], [scales, all_codes, stays])
+        self._start("scaled_encode", job, words.dtype, groups, _WARPS, [words], [scales, all_codes, stays])
         if stays.item():
             return None
         coded = int(torch.count_nonzero(scales))
@@ -584,10 +569,22 @@ class CudaBackend:
             codes.copy_(all_codes)
         return coded
 
-    def decode_scaled(self, scales: torch.Tensor, codes: torch.Tensor, codec: ScaledCodec, words: torch.Tensor) -> None:
+    def decode_scaled(
+        self,
+        scales: torch.Tensor,
+        codes: torch.Tensor,
+        codec: ScaledCodec,
+        words: torch.Tensor,
+        adds: torch.dtype | None = None,
+    ) -> None:
         """Raises:
         FrameError: a code is no number.
         """
+        self._write_or_add(words, adds, partial(self._decode_scaled, scales, codes, codec))
+
+    def _decode_scaled(
+        self, scales: torch.Tensor, codes: torch.Tensor, codec: ScaledCodec, words: torch.Tensor
+    ) -> None:
         device, job = self._launches.device(words), jobs.scaled_job(words, codec)
         groups = scales.numel()
         jobs.as_many_groups(groups, words.numel(), codec)
@@ -603,33 +600,12 @@ class CudaBackend:
         job.codes, job.status = codes.data_ptr(), status.data_ptr()
         job.places = 0 if places is None else places.data_ptr()
         reads = [scales, codes, *([] if places is None else [places])]
-        self._start_scaled("decode", words.dtype, job, groups, device, reads, [words, status])
+        self._start("scaled_decode", job, words.dtype, groups, _WARPS, reads, [words, status])
         raise_failure(status)
 
-    def decode_scaled_add(
-        self, scales: torch.Tensor, codes: torch.Tensor, codec: ScaledCodec, dtype: torch.dtype, sums: torch.Tensor
-    ) -> None:
-        self._add_decoded(dtype, sums, partial(self.decode_scaled, scales, codes, codec))
-
     def project_scaled(self, words: torch.Tensor, codec: ScaledCodec, out: torch.Tensor) -> None:
-        device, job = self._launches.device(words), jobs.scaled_job(words, codec)
-        arguments.as_many("words of output", out.numel(), "words", words.numel())
-        job.words, job.out = arguments.addresses([words, out], "words or output", words.dtype, device)
-        self._start_scaled("project", words.dtype, job, -(-words.numel() // codec.group), device, [words], [out])
-
-    def _start_scaled(
-        self,
-        what: str,
-        dtype: torch.dtype,
-        job: jobs.ScaledJob,
-        groups: int,
-        device: torch.device,
-        reads: list[torch.Tensor],
-        writes: list[torch.Tensor],
-    ) -> None:
-        if groups:
-            grid = min(-(-groups // _WARPS), _GRID), 1
-            self._launches.launch(f"scaled_{what}", DTYPES[dtype], dtype.itemsize, grid, job, device, reads, writes)
+        groups = -(-words.numel() // codec.group)
+        self._project("scaled_project", jobs.scaled_job(words, codec), groups, _WARPS, words, out)
 
     # --- ZFP (FORMAT.md 2.11)
 
@@ -641,12 +617,15 @@ class CudaBackend:
         place = codes if codes.data_ptr() % _ALIGNED == 0 else tensors.empty(codes.numel(), torch.uint8, device)
         infinite = tensors.filled(1, 0, torch.int64, device)
         job = jobs.ZfpJob(words=at, codes=place.data_ptr(), status=infinite.data_ptr(), numel=words.numel(), rate=rate)
-        self._start_zfp("encode", words, job, [words], [place, infinite])
+        self._start("zfp_encode", job, words.dtype, words.numel(), _WORDS_OF_ZFP, [words], [place, infinite])
         if place is not codes:
             codes.copy_(place)
         return not infinite.item()
 
-    def decode_zfp(self, codes: torch.Tensor, rate: int, words: torch.Tensor) -> None:
+    def decode_zfp(self, codes: torch.Tensor, rate: int, words: torch.Tensor, adds: torch.dtype | None = None) -> None:
+        self._write_or_add(words, adds, partial(self._decode_zfp, codes, rate))
+
+    def _decode_zfp(self, codes: torch.Tensor, rate: int, words: torch.Tensor) -> None:
         device = self._launches.device(words)
         jobs.check_zfp(words, rate, codes)
         (out,) = arguments.addresses([words], "output", words.dtype, device)
@@ -654,44 +633,10 @@ class CudaBackend:
         if codes.data_ptr() % _ALIGNED:
             codes = codes.clone()
         job = jobs.ZfpJob(out=out, codes=codes.data_ptr(), numel=words.numel(), rate=rate)
-        self._start_zfp("decode", words, job, [codes], [words])
-
-    def decode_zfp_add(self, codes: torch.Tensor, rate: int, dtype: torch.dtype, sums: torch.Tensor) -> None:
-        self._add_decoded(dtype, sums, partial(self.decode_zfp, codes, rate))
+        self._start("zfp_decode", job, words.dtype, words.numel(), _WORDS_OF_ZFP, [codes], [words])
 
     def project_zfp(self, words: torch.Tensor, rate: int, out: torch.Tensor) -> None:
-        device = self._launches.device(words)
         arguments.choice("ZFP of", words.dtype, SUMMED)
         arguments.choice("rate", rate, jobs.ZFP_RATES)
-        arguments.as_many("words of output", out.numel(), "words", words.numel())
-        at, to = arguments.addresses([words, out], "words or output", words.dtype, device)
-        self._start_zfp("project", words, jobs.ZfpJob(words=at, out=to, numel=words.numel(), rate=rate), [words], [out])
-
-    def _start_zfp(
-        self, what: str, words: torch.Tensor, job: jobs.ZfpJob, reads: list[torch.Tensor], writes: list[torch.Tensor]
-    ) -> None:
-        if words.numel():
-            grid = min(-(-words.numel() // _WORDS_OF_ZFP), _GRID), 1
-            self._launches.launch(
-                f"zfp_{what}", DTYPES[words.dtype], words.itemsize, grid, job, words.device, reads, writes
-            )
-
-
-def _grid(rows: int) -> tuple[int, int]:
-    return min(-(-rows // _ROWS_OF_BLOCK), _GRID), 1
-
-
-def _gathered(words: torch.Tensor, width: int, head: int, rows: torch.Tensor) -> torch.Tensor:
-    """The literals of ``words``, copied to one place, because the kernels take words side by side."""
-    literals = tensors.empty(row_moves.literal_numel(words, width, head, rows), words.dtype, words.device)
-    row_moves.gather(words, width, head, rows, literals)
-    return literals
-
-
-def _spread(
-    decode: Callable[[torch.Tensor], None], words: torch.Tensor, width: int, head: int, rows: torch.Tensor
-) -> None:
-    """Copy the literals that ``decode`` writes to one place to their places in ``words``."""
-    literals = tensors.empty(row_moves.literal_numel(words, width, head, rows), words.dtype, words.device)
-    decode(literals)
-    row_moves.spread(literals, words, width, head, rows)
+        job = jobs.ZfpJob(numel=words.numel(), rate=rate)
+        self._project("zfp_project", job, words.numel(), _WORDS_OF_ZFP, words, out)

@@ -36,8 +36,11 @@ class NumbaBackend:
         trims, bits = words.dtype == torch.float32, WORDS[words.dtype][:2]
         return int(self._encoder.encode(array(words), array(base), mode, trims, *bits, block, out.numpy()))
 
-    def decode(self, payload: torch.Tensor, block: int, words: torch.Tensor) -> None:
-        self.decode_delta(payload, words[:0], block, words)
+    def decode(self, payload: torch.Tensor, block: int, words: torch.Tensor, adds: torch.dtype | None = None) -> None:
+        values = words if adds is None else tensors.empty(words.numel(), adds)
+        self.decode_delta(payload, values[:0], block, values)
+        if values is not words:
+            self.add(values, words)
 
     def decode_delta(self, payload: torch.Tensor, base: torch.Tensor, block: int, words: torch.Tensor) -> None:
         trims, bits = words.dtype == torch.float32, WORDS[words.dtype][:2]
@@ -48,11 +51,6 @@ class NumbaBackend:
     def region_hash(self, data: torch.Tensor, key: tuple[int, int] = (0, 0)) -> tuple[int, int]:
         first, second = self._hasher.region_hash(data.numpy(), *map(np.uint64, key))
         return int(first), int(second)
-
-    def decode_add(self, payload: torch.Tensor, block: int, dtype: torch.dtype, sums: torch.Tensor) -> None:
-        values = tensors.empty(sums.numel(), dtype)
-        self.decode(payload, block, values)
-        self.add(values, sums)
 
     def add(self, words: torch.Tensor, sums: torch.Tensor) -> None:
         add(words, sums)
