@@ -8,6 +8,7 @@ A section stands between ``<!-- begin NAME -->`` and ``<!-- end -->``. :data:`SE
 from __future__ import annotations
 
 import argparse
+import ast
 import importlib
 import json
 import re
@@ -197,6 +198,23 @@ def commands(page: Path) -> str:
     return "\n".join(f"- `{PROGRAM} {' '.join(words)}`: {text}" for words, (_, text) in COMMANDS.items())
 
 
+# ---- state -----------------------------------------------------------------------------------------------------------
+
+
+def group_state(page: Path) -> str:
+    """A row for every class of which a group keeps an object: what :meth:`GroupState.of` makes, by the class's first sentence."""
+    folder = ROOT / "ds_zipccl"
+    texts = {path.relative_to(folder): path.read_text() for path in sorted((folder / "comm").rglob("*.py"))}
+    asked = {name for text in texts.values() for name in re.findall(r"\b(?:state|world)\.of\((\w+)\)", text)}
+    rows = []
+    for path, text in texts.items():
+        for node in ast.parse(text).body:
+            if isinstance(node, ast.ClassDef) and node.name in asked | {"GroupState"}:
+                said = " ".join((ast.get_docstring(node) or "").split()).replace("``", "`")
+                rows.append((re.split(r"(?<=\.) ", said)[0].rstrip("."), f"`{path}`: `{node.name}`"))
+    return table(("state of a group", "owner"), rows)
+
+
 # ---- decisions -------------------------------------------------------------------------------------------------------
 
 
@@ -366,6 +384,7 @@ SECTIONS: dict[str, Section] = {
         trained.lossy, names=("train_lossy_pipeline", "train_lossy_pipeline_slow", "train_lossy_fused")
     ),
     "finetune": trained.finetune,
+    "group_state": group_state,
     "versions": release_tables.versions,
     "volume": trained.volume,
 }
