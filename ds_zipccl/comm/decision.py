@@ -16,7 +16,6 @@ from ds_zipccl import tensors
 from ds_zipccl.comm import engine, topology
 from ds_zipccl.comm.context import OpContext
 from ds_zipccl.comm.group_state import GroupState, group_nodes, group_state, link_profile, resolve_group
-from ds_zipccl.comm.reduction_order import reduce_op_name
 from ds_zipccl.comm.request import Request, TensorKind
 from ds_zipccl.comm.tuner import CallTimer, Tuner, TunersBySize
 from ds_zipccl.config import ZipcclConfig
@@ -116,17 +115,15 @@ def _follow_link(request: Request, state: GroupState, tuner: Tuner, seconds: flo
 
 def _remembered(request: Request, kind: TensorKind, state: GroupState) -> tuple[Decision, Tuner | TunersBySize | None]:
     """Return the decision for a request on tensors of a kind, and the tuner that may change the decision from call to call."""
-    summed, (config, role, _, lossy, exchange) = request.sum, request.options
-    name, nodes = "" if summed.op is None else reduce_op_name(summed.op), len(summed.nodes)
-    facts = (request.based, request.plain_sums, lossy, exchange, request.again)
+    config, role, facts = request.options.config, request.options.role, request.facts()
     # configs are compared by identity, which is cheap; the entry keeps the config alive
-    key = (request.op, request.numel, role, kind, name, nodes, summed.tolerance, facts, id(config))
+    key = (request.op, request.numel, role, kind, facts, request.sum.tolerance, id(config))
     decisions = state.of(DecisionMemory).decisions
     found = decisions.get(key)
     if found is None:
         if len(decisions) >= REMEMBERED:
             decisions.clear()
-        message = _message_of(request.op, kind, request.numel, state, role, name or None, nodes, *facts)
+        message = _message_of(request.op, kind, request.numel, state, role, *facts)
         found = decisions[key] = (*_decide(request, message, state), config)
     return found[:2]
 
@@ -164,11 +161,7 @@ def _tuner_of(
 ) -> Tuner:
     """Return the tuner for messages of one kind and size class. Its choices are counted under the name of the kind in the table. Sizes are
     those of the message, or the mean bytes that a rank sends where each rank knows only its own."""
-    dtype, summed = str(message.dtype).removeprefix("torch."), message.reduce_op or "SUM"
-    text = f"{dtype}{'' if summed == 'SUM' else ' ' + summed}"
-    text += f", {trial.size_text(size)}{' sent by a rank' if message.nbytes is None else ''}"
-    text += f", {message.lossy}" if message.lossy else ""
-    text += f", {message.ranks} ranks{', with a base' if message.based else ''}{', in backward passes' if message.again else ''}{where}"
+    text = f"{message.describe(trial.size_text(size))}{where}"
     on_choice = functools.partial(counters.record_choice, message.role, message.op, text, kind=message.kind)
     return Tuner(competing, on_choice, 1 << size, OPS[message.op].traffic == "all_to_all", profile)
 

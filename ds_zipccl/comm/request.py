@@ -133,6 +133,12 @@ class Request:
         """Return the arguments that contexts of all kinds have."""
         return self.op, resolve_group(self.group), self.options.config, self.options.role, codec, self.tensor.device
 
+    def facts(self) -> tuple[str | None, int, bool, bool, LossyCodec | None, str, bool]:
+        """Return the fields of :class:`.admission.Message` from ``reduce_op`` on."""
+        name = None if self.sum.op is None else reduce_op_name(self.sum.op)
+        told = self.options
+        return name, len(self.sum.nodes), self.based, self.plain_sums, told.lossy, told.kind, self.again
+
     @property
     def based(self) -> bool:
         """Return whether ranks may hold an earlier result."""

@@ -69,6 +69,17 @@ class Message:
         """The bytes of the whole message; None where ranks may see different sizes."""
         return None if self.numel is None else self.numel * self.dtype.itemsize
 
+    def describe(self, size: str) -> str:
+        """Return messages of this kind in words, for the table. ``size``: of their class."""
+        dtype, summed = str(self.dtype).removeprefix("torch."), self.reduce_op or "SUM"
+        parts = [dtype if summed == "SUM" else f"{dtype} {summed}"]
+        parts += [
+            size if self.nbytes is not None else f"{size} sent by a rank",
+            *([str(self.lossy)] if self.lossy else []),
+        ]
+        parts += [f"{self.ranks} ranks", *["with a base"] * self.based, *["in backward passes"] * self.again]
+        return ", ".join(parts)
+
 
 class PassReason(Enum):
     """A reason why a call passes through uncompressed: a short text for the counters, with ``{}`` for a detail; its meaning; a remedy."""
