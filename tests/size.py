@@ -34,7 +34,7 @@ BUDGETS = {
     "ds_zipccl/kernels": Budget(4_960, 5_200),
     "ds_zipccl/policy": Budget(1_630, 1_350),
     "ds_zipccl/sync": Budget(1_260, 1_250),
-    "ds_zipccl/telemetry": Budget(770, 900),
+    "ds_zipccl/telemetry": Budget(760, 900),
     "benchmarks": Budget(5_500, 5_500),
     "tests": Budget(55_790, 56_000),
 }
