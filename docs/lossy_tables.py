@@ -25,7 +25,7 @@ def codecs(page: Path) -> str:
     rows = []
     for name, codec in LOSSY_CODECS.items():
         uses = role_settings.USES.get(name, {})
-        known = [(key, codec.wanted[key], getattr(codec(), key)) for key in role_settings.codec_keys(name)]
+        known = [(key, values, getattr(codec(), key)) for key, values in codec.wanted.items()]
         known += [(key, use.values, use.default) for key, use in uses.items()]
         keys = "; ".join(
             f"`{key}` {role_settings.said(values).replace(' | ', ', ')} ({'all' if default is None else json.dumps(default)})"

@@ -9,7 +9,7 @@ from __future__ import annotations
 import difflib
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 from ds_zipccl.lossy import LOSSY_CODECS, LossyCodec, takes
@@ -104,15 +104,10 @@ class RoleSettings:
         return said
 
 
-def codec_keys(codec: str) -> tuple[str, ...]:
-    """Return the keys that a codec has beside ``codec``, ``mode``, ``when`` and those of :data:`USES`."""
-    return tuple(one.name for one in fields(LOSSY_CODECS[codec]))
-
-
 def settings(value: Mapping[str, Any]) -> RoleSettings:
     """Return the settings of an object that has no :func:`problems`."""
     name = value["codec"]
-    codec = LOSSY_CODECS[name](**{key: value[key] for key in codec_keys(name) if key in value})
+    codec = LOSSY_CODECS[name](**{key: value[key] for key in LOSSY_CODECS[name].wanted if key in value})
     uses = {key: value.get(key, use.default) for key, use in USES.get(name, {}).items()}
     return RoleSettings(codec, value.get("mode"), value.get("when", "both"), **uses)
 
@@ -159,7 +154,7 @@ def _problems(place: str, role: str, value: dict[str, Any], lossy: bool, mode: s
 
 def _of_key(place: str, role: str, codec: str, key: str, got: Any) -> Iterator[str]:
     """Yield a line if one key beside ``codec`` is wrong."""
-    own, uses = codec_keys(codec), USES.get(codec, {})
+    own, uses = LOSSY_CODECS[codec].wanted, USES.get(codec, {})
     if key == "mode":
         if got == "never":
             yield f'"{place}" must be {_list(MODES)} beside a codec, got "never"; write "{role}": "never" for plain, exact traffic'
@@ -175,7 +170,7 @@ def _of_key(place: str, role: str, codec: str, key: str, got: Any) -> Iterator[s
         beside = f'keys beside "codec": "{codec}": {", ".join(known)}'
         yield f'"{place}" is not a known key{hint(key, known)}; {beside}'
     else:
-        values = uses[key].values if key in uses else LOSSY_CODECS[codec].wanted[key]
+        values = uses[key].values if key in uses else own[key]
         if not takes(values, got):
             yield f'"{place}" must be {said(values)}, got {json.dumps(got)}'
 

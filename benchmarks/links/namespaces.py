@@ -12,9 +12,11 @@ import errno
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -71,6 +73,31 @@ class Network:
 
     def __str__(self) -> str:
         return self.spec.text
+
+
+def meeting(network: Network | None) -> dict[str, str]:
+    """The variables by which ranks meet: in the first node of a network, without one on loopback at a free port."""
+    if network is not None:
+        return {"MASTER_ADDR": network.addresses[0], "MASTER_PORT": "29500", "GLOO_SOCKET_IFNAME": INTERFACE}
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
+
+
+def first_status(processes: Sequence[subprocess.Popen[bytes]], timeout: float, goodbye: float = 0.0) -> int | None:
+    """Wait for processes to end; return their first status other than 0, else 0; None after ``timeout`` seconds.
+
+    ``goodbye``: seconds that the others have to end, once one of them has failed.
+    """
+    failed, deadline = 0, time.monotonic() + timeout
+    while any(process.poll() is None for process in processes):
+        status = next((process.returncode for process in processes if process.returncode), 0)
+        if status and not failed:
+            failed, deadline = status, min(deadline, time.monotonic() + goodbye)
+        if time.monotonic() > deadline:
+            return failed or None
+        time.sleep(0.05)
+    return failed or next((process.returncode for process in processes if process.returncode), 0)
 
 
 def joined(

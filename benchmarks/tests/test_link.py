@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -313,6 +313,17 @@ def test_links(text: str, wanted: tuple[float, ...]) -> None:
     assert (spec.rate, spec.delay_us, spec.jitter_us, spec.loss) == wanted
     assert str(spec) == link.name(spec) == text
     assert spec.rate_only == (len(text.split(",")) == 1)
+
+
+@pytest.mark.parametrize(
+    ("statuses", "found"), [((0, 0), 0), ((0, 3), 3), ((2, 3), 2), ((None, 3), 3), ((None, 0), None)]
+)
+def test_the_first_status_of_ranks(statuses: tuple[int | None, ...], found: int | None) -> None:
+    """None stands for a process that runs: nobody waits for it once another one has failed, or after the timeout."""
+    ranks: Any = [SimpleNamespace(poll=lambda one=one: one, returncode=one) for one in statuses]
+    begun = time.monotonic()
+    assert namespaces.first_status(ranks, 0.5 if found is None else 60) == found
+    assert time.monotonic() - begun < 30
 
 
 def test_loopback_is_no_network() -> None:

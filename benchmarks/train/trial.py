@@ -6,11 +6,9 @@ import importlib.util
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -18,9 +16,9 @@ from pathlib import Path
 from typing import Any
 
 import ds_zipccl
-from ds_zipccl.benchmarks.links import link
+from ds_zipccl.benchmarks.links import link, namespaces
 from ds_zipccl.benchmarks.links.backends import BACKENDS, Backend
-from ds_zipccl.benchmarks.links.namespaces import INTERFACE, Network
+from ds_zipccl.benchmarks.links.namespaces import Network
 from ds_zipccl.cli import ToolError, step_logs
 
 PACKAGE = Path(ds_zipccl.__file__).resolve().parent
@@ -152,18 +150,17 @@ def run(training: Training, variant: str, section: dict[str, Any] | None, networ
                     start = subprocess.Popen if network is None else partial(network.start, rank)
                     environment = {**os.environ, **wanted, **environment}
                     processes.append(start(command, stdout=sink, env=environment, start_new_session=True))
-                status = _outcome(processes, training.timeout)
+                status = namespaces.first_status(processes, training.timeout)
             finally:
                 for process in processes:
                     if process.poll() is None:
                         os.killpg(process.pid, signal.SIGTERM)  # torchrun is in this group and ends its ranks
                 for process in processes:
                     process.wait()
-        if status:
+        if status != 0:
             tail = output.read_text(errors="replace")[-4000:]
-            raise ToolError(
-                f"{variant} run ended with status {status}; errors are above, the output ends with:\n{tail}"
-            )
+            ended = f"timeout after {training.timeout:.0f} s" if status is None else status
+            raise ToolError(f"{variant} run ended with status {ended}; errors are above, the output ends with:\n{tail}")
         found: Results = json.loads(results.read_text())
         return found | {"steps": step_logs.read(str(log)) if log.exists() else None}
 
@@ -180,14 +177,10 @@ def _commands(
         return
     if network is None:
         command += ["--backend", backend.name]
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free.getsockname()[1]}
-    else:
-        meeting = {"MASTER_ADDR": network.addresses[0], "MASTER_PORT": 29500, "GLOO_SOCKET_IFNAME": INTERFACE}
+    meeting = namespaces.meeting(network)
     per_node = training.ranks if network is None else network.ranks_per_node
     for rank in range(training.ranks):
-        environment = meeting | {
+        environment: dict[str, Any] = meeting | {
             "RANK": rank,
             "LOCAL_RANK": backend.local_rank(rank % per_node),
             "WORLD_SIZE": training.ranks,
@@ -196,15 +189,3 @@ def _commands(
             **backend.environment(training.ranks, rank),
         }
         yield command, {key: str(value) for key, value in environment.items()}
-
-
-def _outcome(processes: Sequence[subprocess.Popen[bytes]], timeout: float) -> int | str:
-    """0 when all processes have ended well; otherwise the first status other than 0, or a word on the timeout."""
-    deadline = time.monotonic() + timeout
-    while any(process.poll() is None for process in processes):
-        if failed := [process.returncode for process in processes if process.returncode]:
-            return failed[0]
-        if time.monotonic() > deadline:
-            return f"timeout after {timeout:.0f} s"
-        time.sleep(0.05)
-    return next((process.returncode for process in processes if process.returncode), 0)

@@ -13,13 +13,12 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
-from ds_zipccl.benchmarks.links.namespaces import INTERFACE, Network
+from ds_zipccl.benchmarks.links.namespaces import Network, first_status, meeting
 from ds_zipccl.cli import ToolError
 
 if TYPE_CHECKING:
@@ -240,34 +239,17 @@ def local(words: Sequence[str], ranks: int, network: Network | None, timeout: fl
 
     ``network``: in whose nodes the processes run, None for loopback. ``timeout``: seconds until all are killed.
     """
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1] if network is None else 29500
-    meeting = {"MASTER_ADDR": "127.0.0.1" if network is None else network.addresses[0], "MASTER_PORT": str(port)}
-    interface = {} if network is None else {"GLOO_SOCKET_IFNAME": INTERFACE}
     command = [sys.executable, "-m", "ds_zipccl", *words]
+    environment = {**os.environ, **meeting(network), "WORLD_SIZE": str(ranks), "OMP_NUM_THREADS": "1"}
     processes: list[subprocess.Popen[bytes]] = []
     try:
         for rank in range(ranks):
-            place = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks), "OMP_NUM_THREADS": "1"}
-            environment = {**os.environ, **place, **meeting, **interface}
             start = subprocess.Popen if network is None else functools.partial(network.start, rank)
-            processes.append(start(command, env=environment))
-        return _first_status(processes, time.monotonic() + timeout)
+            processes.append(start(command, env={**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)}))
+        status = first_status(processes, timeout, _GOODBYE_S)
+        return 2 if status is None else status
     finally:
         for process in processes:
             if process.poll() is None:
                 process.kill()
             process.wait()
-
-
-def _first_status(processes: Sequence[subprocess.Popen[bytes]], deadline: float) -> int:
-    failed = 0
-    while any(process.poll() is None for process in processes):
-        status = next((process.returncode for process in processes if process.returncode), 0)
-        if status and not failed:
-            failed, deadline = status, min(deadline, time.monotonic() + _GOODBYE_S)
-        if time.monotonic() > deadline:
-            return failed or 2
-        time.sleep(0.05)
-    return failed or next((process.returncode for process in processes if process.returncode), 0)

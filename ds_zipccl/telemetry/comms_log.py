@@ -31,42 +31,24 @@ class Coded(TypedDict):
     passed_bytes: int
 
 
-_Counts = tuple[int, ...]  # coded calls, logical and wire bytes, passed calls, their bytes
-_NONE: _Counts = (0, 0, 0, 0, 0)
-_before: tuple[int, dict[str, _Counts]] = (0, {})  # counters.resets() and the counts at the last reset of the logger
-
-
-def _counts() -> dict[str, _Counts]:
-    """Return the counts of each operation since the process started, all roles and kinds together."""
-    found: dict[str, _Counts] = {}
-    for row in counters.rows():
-        own = row["calls"], row["logical_bytes"], row["wire_bytes"], row["passed"], row["passed_bytes"]
-        found[row["op"]] = tuple(map(sum, zip(found.get(row["op"], _NONE), own, strict=True)))
-    return found
-
-
 def reset() -> None:
     """Begin anew, as DeepSpeed's ``reset_log()`` does; the counters keep counting."""
-    global _before
-    _before = counters.resets(), _counts()
+    counters.grown(KEY)
 
 
 def summary() -> Mapping[str, Coded]:
     """Return the calls of each operation since the process started or since :func:`reset`, by name; none without calls."""
-    found: dict[str, Coded] = {}
-    resets, before = _before
-    if resets != counters.resets():  # the counters themselves were set to zero since
-        before = {}
-    for op, now in _counts().items():
-        calls, logical, wire, passed, passed_bytes = (
-            one - other for one, other in zip(now, before.get(op, _NONE), strict=True)
+    return {
+        op: Coded(
+            count=calls,
+            logical_bytes=logical,
+            wire_bytes=wire,
+            ratio=counters.ratio(logical, wire),
+            passed_count=passed,
+            passed_bytes=passed_bytes,
         )
-        if calls or passed:
-            found[op] = Coded(
-                count=calls, logical_bytes=logical, wire_bytes=wire, ratio=counters.ratio(logical, wire),
-                passed_count=passed, passed_bytes=passed_bytes,
-            )  # fmt: skip
-    return found
+        for op, (calls, logical, wire, passed, passed_bytes) in counters.grown(KEY, stay=True).get("ops", {}).items()
+    }
 
 
 def render() -> str:

@@ -8,7 +8,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, TypedDict
+from typing import Any, Literal, TypedDict
 
 #: Kinds of messages of one role and operation whose choices are kept (seed): a program that makes groups again and again has ever new
 #: kinds.
@@ -112,10 +112,14 @@ def _root(squares: float, of: float) -> float:
 
 #: Key of :class:`Lossy` -> what it is made of: squares of errors and of values, or a sum of cosines and their number.
 _FACTS: dict[str, Callable[[float, float], float]] = {"error": _root, "kept": _root, "alike": operator.truediv}
-#: What grows, such as "roles" or a key of _FACTS, and a role, kind or reason -> numbers that add up.
+#: Keys of :class:`Row` that are counts of calls and their bytes.
+CALLED: tuple[Literal["calls", "logical_bytes", "wire_bytes", "passed", "passed_bytes"], ...] = (
+    "calls", "logical_bytes", "wire_bytes", "passed", "passed_bytes"
+)  # fmt: skip
+#: What grows, such as "roles", "ops" or a key of _FACTS, and a role, kind, operation or reason -> numbers that add up.
 _Sums = dict[tuple[str, str], tuple[Any, ...]]
 
-_staging_bytes = _resets = 0
+_staging_bytes = 0
 _memory: dict[str, Callable[[], int]] = {}
 _rows: dict[tuple[str, str, str], Row] = {}  # by role, operation and kind; the ratio is that of a snapshot
 _lossy: dict[tuple[str, str], _LossyCounts] = {}  # by role and operation
@@ -340,15 +344,7 @@ def since_last(reader: str) -> Increment:
     The first call of a reader returns the counts since the process started or since :func:`reset`. Roles and kinds that sent nothing are
     left out. The bytes of a kind are in those of its role too. Only the kinds of role ep count.
     """
-    _count_late()
-    with _lock:
-        now, before = _sums(), _seen.get(reader, {})
-        _seen[reader] = now
-    new: dict[str, dict[str, tuple[Any, ...]]] = {}
-    for (what, name), numbers in now.items():
-        grown = tuple(map(operator.sub, numbers, before.get((what, name), (0,) * len(numbers))))
-        if any(grown):
-            new.setdefault(what, {})[name] = grown
+    new = grown(reader)
     facts: dict[str, dict[str, float]] = {}
     for what in _FACTS:
         for role, sums in new.get(what, {}).items():
@@ -364,14 +360,30 @@ def since_last(reader: str) -> Increment:
     )
 
 
+def grown(reader: str, *, stay: bool = False) -> dict[str, dict[str, tuple[Any, ...]]]:
+    """Return what has grown since ``reader`` last asked, by what and by name, see :data:`_Sums`. ``stay``: this time does not count."""
+    _count_late()
+    with _lock:
+        now, before = _sums(), _seen.get(reader, {})
+        if not stay:
+            _seen[reader] = now
+    new: dict[str, dict[str, tuple[Any, ...]]] = {}
+    for (what, name), numbers in now.items():
+        more = tuple(map(operator.sub, numbers, before.get((what, name), (0,) * len(numbers))))
+        if any(more):
+            new.setdefault(what, {})[name] = more
+    return new
+
+
 def _sums() -> _Sums:
-    """Return everything whose growth :func:`since_last` tells. The caller holds the lock."""
+    """Return everything whose growth is told. The caller holds the lock."""
     found: _Sums = {}
 
     def add(what: str, name: str, *numbers: float) -> None:
         found[what, name] = tuple(map(operator.add, found.get((what, name), (0,) * len(numbers)), numbers))
 
-    for (role, _, kind), row in _rows.items():
+    for (role, op, kind), row in sorted(_rows.items()):
+        add("ops", op, *(row[key] for key in CALLED))
         sent = row["logical_bytes"], row["wire_bytes"], row["passed_bytes"]
         add("roles", role, *sent)
         if kind and role == "ep":
@@ -391,17 +403,11 @@ def _sent(bytes_of: Mapping[str, tuple[Any, ...]]) -> dict[str, Sent]:
     }
 
 
-def resets() -> int:
-    """Return how often the counts were set to zero."""
-    return _resets
-
-
 def reset() -> None:
     """Set all counts to zero, for every reader."""
-    global _staging_bytes, _resets
+    global _staging_bytes
     _count_late()
     with _lock:
-        _resets += 1
         for table in (_rows, _lossy, _seen):
             table.clear()
         _staging_bytes = 0

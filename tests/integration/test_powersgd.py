@@ -341,7 +341,9 @@ def test_a_sum_that_nobody_waits_for_is_counted(monkeypatch: pytest.MonkeyPatch)
 def test_no_sum_saves_less_than_nothing(sent: int, saved: int) -> None:
     settings = parse_section(json.loads(section())).lossy_roles["dp"]
     matrix = Matrix(0, 24, 40, torch.zeros(40, 4))
-    powersgd.PowerSum(settings, settings.codec, [], 5, powersgd.State())._count("dp", [matrix], torch.zeros(250), sent, 2)
+    powersgd.PowerSum(settings, settings.codec, [], 5, powersgd.State())._count(
+        "dp", [matrix], torch.zeros(250), sent, 2
+    )
     assert [row["logical_bytes"] for row in counters.rows()] == [saved]
     assert counters.lossy()[0]["exact"] == {"not finite": 1}
 

@@ -83,7 +83,7 @@ class Computing:
     operations for a parameter and a token. ``overlap``: share of the computing, 0 to 1, during which communication goes on.
 
     Raises:
-        ValueError: a number is outside its range.
+        ToolError: a number is outside its range.
     """
 
     tflops: float
@@ -94,7 +94,7 @@ class Computing:
     def __post_init__(self) -> None:
         above = {name: getattr(self, name) for name in ("tflops", "tokens", "flops")}
         if not all(0 < value < math.inf for value in above.values()) or not 0 <= self.overlap <= 1:
-            raise ValueError(
+            raise ToolError(
                 f"wanted are tflops, tokens and flops above 0 and finite, and overlap from 0 to 1; got {above}, overlap {self.overlap}"
             )
 
@@ -194,10 +194,7 @@ def computing(args: argparse.Namespace) -> Computing | None:
         return None
     if args.tflops is None or args.tokens is None:
         raise ToolError(f"the time of a step wants --tflops and --tokens, got {args.tflops} and {args.tokens}")
-    try:
-        return Computing(args.tflops, args.tokens, args.flops, args.overlap)
-    except ValueError as error:
-        raise ToolError(str(error)) from error
+    return Computing(args.tflops, args.tokens, args.flops, args.overlap)
 
 
 def whole_steps(

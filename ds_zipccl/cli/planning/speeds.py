@@ -55,25 +55,21 @@ def read(path: str, dtype: str) -> Speeds:
     Raises:
         ToolError: the file cannot be read, is none of these, or has no row for the dtype (torch name).
     """
-    content = tables.read_json(path)
+    profile = content = tables.read_json(path)
     if "profiles" in content:
         profiles = content["profiles"]
         if len(profiles) != 1:
             raise ToolError(
                 f"{path} holds {len(profiles)} profiles, one is wanted: validate one --link and one --ranks"
             )
-        return _from_profile(profiles[0]["profile"], path, dtype)
-    if "transfer" in content:
-        return _from_profile(content, path, dtype)
-    return _from_rows(content.get("rows"), path, dtype)
-
-
-def _from_profile(content: Any, path: str, dtype: str) -> Speeds:
+        profile = profiles[0]["profile"]
     try:
-        profile = LinkProfile.from_json(content)
+        if not {"profiles", "transfer"} & content.keys():
+            return _from_rows(content.get("rows"), path, dtype)
+        about = f"profile in {path}; ratio of {DATA} {dtype}"
+        return Speeds(LinkProfile.from_json(profile), normal_ratio(dtype), about, link=True)
     except ValueError as error:
         raise ToolError(f"{path}: {error}") from error
-    return Speeds(profile, normal_ratio(dtype), f"profile in {path}; ratio of {DATA} {dtype}", link=True)
 
 
 def _from_rows(rows: Any, path: str, dtype: str) -> Speeds:
@@ -89,11 +85,8 @@ def _from_rows(rows: Any, path: str, dtype: str) -> Speeds:
         )
     row = max(fit, key=lambda row: row.get("mib", row.get("numel", 0)))
     encode, decode = row["encode_gbps"] * 1e9, row["decode_gbps"] * 1e9
-    try:
-        # plan has no raw frames, and no row measures adding: decode stands in for both.
-        profile = LinkProfile(((1.0, 1.0),), encode, decode, decode, decode, decode, CALL_S)
-    except ValueError as error:
-        raise ToolError(f"{path}: {error}") from error
+    # plan has no raw frames, and no row measures adding: decode stands in for both.
+    profile = LinkProfile(((1.0, 1.0),), encode, decode, decode, decode, decode, CALL_S)
     size = f"{row['mib']} MiB" if "mib" in row else f"{row['numel']:,} elements"
     about = f"{path}: {CODEC}, {DATA} {dtype}, {size}, route {row['route']}; ratio from the same row; adds as fast as it decodes"
     return Speeds(profile, row["ratio"], about, link=False)

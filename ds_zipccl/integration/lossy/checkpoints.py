@@ -53,15 +53,8 @@ def save(engine: Any, config: ZipcclConfig, given: dict[str, Any]) -> None:
     path, tensors, entries = file_of(given["save_dir"], tag), {}, []
     for number, (role, key, entry) in enumerate(state.of(engine).entries()):
         shape, dtype, ranks = entry.kind
-        entries.append(
-            {
-                "role": role,
-                "key": list(key),
-                "shape": list(shape),
-                "dtype": str(dtype).removeprefix("torch."),
-                "ranks": ranks,
-            }
-        )
+        named = str(dtype).removeprefix("torch.")
+        entries.append({"role": role, "key": key, "shape": shape, "dtype": named, "ranks": ranks})
         for part in _PARTS:
             if (tensor := getattr(entry, part)) is not None:
                 tensors[f"{number}.{part}"] = tensor.detach().cpu().contiguous()
