@@ -8,15 +8,14 @@ from datetime import timedelta
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from ds_zipccl import devices
 from ds_zipccl.comm.device.streams import Stage, Streams
-from ds_zipccl.comm.work import CommError
+from ds_zipccl.comm.work import Handle
 
 
-class StreamWork(dist.Work):
-    """An operation in flight, with the meaning of the handles of an NCCL group.
+class StreamWork(Handle):
+    """An operation in flight, with the meaning of the handles of an NCCL group. A refused frame stops a later operation, see :mod:`.sizes`.
 
     The handle keeps the operation's tensors until :meth:`wait`. Then their memory follows the rules of the waiting stream, as with NCCL:
     tensors of an operation are used by streams that the allocator does not know.
@@ -25,10 +24,8 @@ class StreamWork(dist.Work):
     def __init__(
         self, name: str, streams: Streams, event: Any, outputs: Sequence[torch.Tensor], keep: Sequence[torch.Tensor]
     ) -> None:
-        super().__init__()
-        self._name, self._streams, self._event = name, streams, event
-        self._outputs, self._keep = list(outputs), tuple(keep)
-        self._future: torch.futures.Future[list[torch.Tensor]] | None = None
+        super().__init__(name, outputs)
+        self._streams, self._event, self._keep = streams, event, tuple(keep)
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Let the calling thread's current stream wait for the outputs; the host waits only with a ``timeout``.
@@ -40,37 +37,15 @@ class StreamWork(dist.Work):
             deadline = time.monotonic() + timeout.total_seconds()
             while not self.is_completed():
                 if time.monotonic() > deadline:
-                    raise CommError(
-                        f"{self._name} is not done after {timeout}; it is still running and can be waited for again"
-                    )
+                    raise self._late(timeout)
                 time.sleep(1e-4)
         self._streams.join(self._event)
         self._keep = ()
         return True
 
-    def synchronize(self) -> None:
-        """As :meth:`wait`."""
-        self.wait()
-
-    def block_current_stream(self) -> None:
-        """As :meth:`wait`."""
-        self.wait()
-
     def is_completed(self) -> bool:
         """Return whether the device has written the outputs; does not block."""
         return self._event is None or bool(self._event.query())
-
-    def is_success(self) -> bool:
-        """As :meth:`is_completed`."""
-        return self.is_completed()
-
-    def exception(self) -> None:
-        """Return None: a refused frame stops a later operation, see :mod:`.sizes`."""
-
-    def result(self) -> list[torch.Tensor]:
-        """Return the output tensors, after :meth:`wait`."""
-        self.wait()
-        return self._outputs
 
     def get_future(self) -> torch.futures.Future[list[torch.Tensor]]:
         """Return a future of the output tensors, completed in the order of streams; always the same future. Does not block."""
@@ -79,12 +54,8 @@ class StreamWork(dist.Work):
             self._future = torch.futures.Future(devices=[self._streams.device] if streams else [])
             with self._streams.on(Stage.DECODE):
                 self._streams.join(self._event)
-                self._future.set_result(self._outputs)
+                self._future.set_result(self._tensors)
         return self._future
-
-    def source_rank(self) -> int:
-        """Raise RuntimeError: only receives have a source rank."""
-        raise RuntimeError(f"source_rank() is for receives, this is {self._name}; call it on the handle of irecv")
 
     def __del__(self) -> None:
         if self._keep:
