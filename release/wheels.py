@@ -15,7 +15,6 @@ import tempfile
 from pathlib import Path
 
 from ds_zipccl.kernels import build
-from ds_zipccl.kernels.build import shipped
 
 ROOT = Path(__file__).resolve().parent.parent
 #: The oldest glibc that the libraries run with: Debian 10, RHEL 8, Ubuntu 18.10 and later have it.
@@ -35,7 +34,7 @@ def with_library(plain: Path, machine: str, library: build.Recipe, out: Path) ->
     with tempfile.TemporaryDirectory() as folder:
         _run("wheel", "unpack", str(plain), "--dest", folder)
         (tree,) = Path(folder).iterdir()
-        place = tree / "ds_zipccl" / shipped.FOLDER.name / build.file_name(library)
+        place = tree / "ds_zipccl" / build.SHIPPED.name / build.file_name(library)
         place.parent.mkdir()
         with tempfile.TemporaryDirectory() as objects:
             made = Path(objects) / place.name

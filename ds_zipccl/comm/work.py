@@ -30,44 +30,23 @@ class CommError(RuntimeError):
     """A compressed operation failed. The message names the operation, its group, this rank and the peer."""
 
 
-class Work(dist.Work):
-    """An operation in flight. The handle keeps the operation's tensors alive."""
+class Handle(dist.Work):
+    """An operation in flight, on threads or on streams. A subclass has :meth:`wait`, :meth:`is_completed` and :meth:`get_future`."""
 
     def __init__(self, name: str, tensors: Sequence[torch.Tensor]) -> None:
         super().__init__()
         self._name = name
         self._tensors = list(tensors)
-        self._done = threading.Event()
         self._error: BaseException | None = None
         self._future: torch.futures.Future[list[torch.Tensor]] | None = None
-        self._future_lock = threading.Lock()
-
-    def wait(self, timeout: timedelta | None = None) -> bool:
-        """Block until the outputs hold the result; may be called again.
-
-        Raises:
-            CommError: the operation failed, or is not done after ``timeout``. After a timeout the operation goes on, and ``wait`` may be
-                called again.
-        """
-        if not self._done.wait(None if timeout is None else timeout.total_seconds()):
-            raise CommError(
-                f"{self._name} is not done after {timeout}; it is still running and can be waited for again"
-            )
-        if self._error is not None:
-            raise self._error
-        return True
-
-    def join(self) -> None:
-        """Block until the operation has ended, in success or in error; does not raise."""
-        self._done.wait()
 
     def synchronize(self) -> None:
         """As :meth:`wait`."""
         self.wait()
 
-    def is_completed(self) -> bool:
-        """Return True once the outputs are written or the operation has failed; does not block."""
-        return self._done.is_set()
+    def block_current_stream(self) -> None:
+        """As :meth:`wait`: work that the caller queues on a stream afterwards finds the outputs written."""
+        self.wait()
 
     def is_success(self) -> bool:
         """Return True once the outputs are written; does not block."""
@@ -78,9 +57,46 @@ class Work(dist.Work):
         return self._error
 
     def result(self) -> list[torch.Tensor]:
-        """Return the output tensors; blocks and raises as :meth:`wait`."""
+        """Return the output tensors, after :meth:`wait`."""
         self.wait()
         return self._tensors
+
+    def source_rank(self) -> int:
+        """Raise RuntimeError: only receives have a source rank."""
+        raise RuntimeError(f"source_rank() is for receives, this is {self._name}; call it on the handle of irecv")
+
+    def _late(self, timeout: timedelta | None) -> CommError:
+        return CommError(f"{self._name} is not done after {timeout}; it is still running and can be waited for again")
+
+
+class Work(Handle):
+    """An operation on a thread. The handle keeps the operation's tensors alive."""
+
+    def __init__(self, name: str, tensors: Sequence[torch.Tensor]) -> None:
+        super().__init__(name, tensors)
+        self._done = threading.Event()
+        self._future_lock = threading.Lock()
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Block until the outputs hold the result; may be called again.
+
+        Raises:
+            CommError: the operation failed, or is not done after ``timeout``. After a timeout the operation goes on, and ``wait`` may be
+                called again.
+        """
+        if not self._done.wait(None if timeout is None else timeout.total_seconds()):
+            raise self._late(timeout)
+        if self._error is not None:
+            raise self._error
+        return True
+
+    def join(self) -> None:
+        """Block until the operation has ended, in success or in error; does not raise."""
+        self._done.wait()
+
+    def is_completed(self) -> bool:
+        """Return True once the outputs are written or the operation has failed; does not block."""
+        return self._done.is_set()
 
     def get_future(self) -> torch.futures.Future[list[torch.Tensor]]:
         """Return a future of the output tensors, or of the error; always the same future. Does not block."""
@@ -92,20 +108,17 @@ class Work(dist.Work):
                     self._complete(self._future)
             return self._future
 
-    def block_current_stream(self) -> None:
-        """As :meth:`wait`: work that the caller queues on a stream afterwards finds the outputs written."""
-        self.wait()
-
-    def source_rank(self) -> int:
-        """Raise RuntimeError: only receives have a source rank."""
-        raise RuntimeError(f"source_rank() is for receives, this is {self._name}; call it on the handle of irecv")
-
     def _complete(self, future: torch.futures.Future[list[torch.Tensor]]) -> None:
         if self._error is None:
             future.set_result(self._tensors)
         else:
             error = self._error if isinstance(self._error, Exception) else CommError(str(self._error))
             future.set_exception(error)  # type: ignore[arg-type]  # torch's annotation is that of results
+
+    def begin(self, job: Callable[[], None]) -> Work:
+        """Run ``job`` on a background thread; returns the handle at once."""
+        _threads.run(lambda: self._run(job))
+        return self
 
     def _run(self, job: Callable[[], None]) -> None:
         try:
@@ -121,11 +134,25 @@ class Work(dist.Work):
 
 
 class PointToPointWork(Work):
-    """A send or receive. ``source`` returns the group rank of the sender, after :meth:`wait`."""
+    """A send or receive. ``source`` returns the group rank of the sender, after :meth:`wait`.
 
-    def __init__(self, name: str, tensors: Sequence[torch.Tensor], source: Callable[[], int]) -> None:
+    ``limit``: the longest :meth:`wait` that names no timeout. The time counts from that call on, as with plain gloo: a program may post a
+    receive long before the message.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        tensors: Sequence[torch.Tensor],
+        source: Callable[[], int],
+        limit: timedelta | None = None,
+    ) -> None:
         super().__init__(name, tensors)
-        self._source = source
+        self._source, self._limit = source, limit
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """As :meth:`Work.wait`."""
+        return super().wait(self._limit if timeout is None else timeout)
 
     def get_future(self) -> torch.futures.Future[list[torch.Tensor]]:
         """Raise RuntimeError: as with plain gloo, only collectives have futures. The first :meth:`wait` may have work to do, so that
@@ -169,20 +196,7 @@ class PostedWork(PointToPointWork):
         return super().wait()
 
 
-class StartedReceive(PointToPointWork):
-    """A receive that goes on in the background. ``limit``: the longest :meth:`wait` that names no timeout. The time counts from that call
-    on, as with plain gloo: a program may post a receive long before the message."""
-
-    def __init__(self, tensors: Sequence[torch.Tensor], source: Callable[[], int], limit: timedelta) -> None:
-        super().__init__("recv", tensors, source)
-        self._limit = limit
-
-    def wait(self, timeout: timedelta | None = None) -> bool:
-        """As :meth:`Work.wait`."""
-        return super().wait(self._limit if timeout is None else timeout)
-
-
-class JoinedWork(Work):
+class JoinedWork(Handle):
     """Several handles of torch.distributed, works or futures, as one handle."""
 
     def __init__(self, name: str, handles: Sequence[Any], tensors: Sequence[torch.Tensor]) -> None:
@@ -193,7 +207,6 @@ class JoinedWork(Work):
         """Block until all handles are done. ``timeout`` has no effect; the group's timeout has."""
         for handle in self._handles:
             handle.wait()
-        self._done.set()
         return True
 
     def get_future(self) -> torch.futures.Future[Any]:
@@ -266,20 +279,7 @@ def settle_at_exit() -> None:
 
 def start(name: str, tensors: Sequence[torch.Tensor], job: Callable[[], None]) -> Work:
     """Run ``job`` on a background thread; returns at once. ``tensors`` are the outputs that the handle reports."""
-    return _start(Work(name, tensors), job)
-
-
-def start_recv(
-    tensors: Sequence[torch.Tensor], job: Callable[[], None], source: Callable[[], int], limit: timedelta
-) -> Work:
-    """As :func:`start`, for a receive. ``source`` returns the group rank of the sender once ``job`` is done. ``limit``: the longest
-    ``wait()`` that names no timeout."""
-    return _start(StartedReceive(tensors, source, limit), job)
-
-
-def _start(work: Work, job: Callable[[], None]) -> Work:
-    _threads.run(lambda: work._run(job))
-    return work
+    return Work(name, tensors).begin(job)
 
 
 def done(name: str, tensors: Sequence[torch.Tensor]) -> Work:

@@ -30,8 +30,7 @@ from operations import arguments
 
 from ds_zipccl import comm
 from ds_zipccl.comm import work
-from ds_zipccl.comm.device.stream_work import StreamWork
-from ds_zipccl.comm.device.streams import streams_of
+from ds_zipccl.comm.device.streams import StreamWork, streams_of
 from ds_zipccl.comm.group_state import group_state
 from ds_zipccl.comm.host import frames, pipeline
 from ds_zipccl.comm.host.p2p import known

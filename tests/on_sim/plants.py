@@ -10,8 +10,7 @@ from pytest import MonkeyPatch
 from sim.mistakes import FEW
 
 from ds_zipccl.comm.device import sizes as agreement
-from ds_zipccl.comm.device.stream_work import StreamWork
-from ds_zipccl.comm.device.streams import Stage, StagingBuffer, Streams
+from ds_zipccl.comm.device.streams import Stage, StagingBuffer, Streams, StreamWork
 from on_sim import world
 
 Plant = Callable[[MonkeyPatch], None]
@@ -78,7 +77,7 @@ def nothing_kept(patch: MonkeyPatch) -> None:
     def make(self: StreamWork, *arguments: Any, **named: Any) -> None:
         made(self, *arguments, **named)
         self._keep = ()
-        self._outputs = []
+        self._tensors = []
 
     patch.setattr(StreamWork, "__init__", make)
 

@@ -108,17 +108,12 @@ TWICE = {
 #: File, and function or "" for all of them -> why no random program comes to its orders.
 UNDRAWN = {
     ("calibration", ""): "of speeds, whose words nothing reads",
-    ("sizes", "finish"): "for the end of an engine",
     ("exchange", "_apart"): "for exchanges in place: test_device_exchange.py",
-    ("exchange", "exchange_even"): "as above",
     ("gather", "gather_in_place"): "for differences from a gather that nobody has waited for, which no program makes",
     ("sums", "plain_to_owners"): "sums of the backend have no order of their own to compare with: test_device_sums.py",
-    ("sums", "_scattered"): "as above",
-    ("sums", "_reduced"): "as above",
 }
 #: Orders that matter in rare programs: what these draw from.
 RARE: dict[tuple[str, str], dict[str, Any]] = {
-    ("gather", "ctx.streams.order(Stage.ENCODE, Stage.WIRE)"): {"names": ["gather list"], "configs": [RAW]},
     ("engine", "ctx.streams.order(Stage.DECODE, Stage.ENCODE)"): {"names": ["gather list"], "configs": [RAW]},
 }
 

@@ -15,10 +15,8 @@ from ds_zipccl.comm.device.choice import reason_to_pass
 from ds_zipccl.comm.device.context import DeviceContext
 from ds_zipccl.comm.device.exchange import exchange_even, exchange_uneven, pays_now
 from ds_zipccl.comm.device.gather import Shard
-from ds_zipccl.comm.device.levels import levels_of
-from ds_zipccl.comm.device.stream_work import StreamWork
-from ds_zipccl.comm.device.streams import Stage
-from ds_zipccl.comm.device.sums import Part
+from ds_zipccl.comm.device.streams import Stage, StreamWork
+from ds_zipccl.comm.device.sums import Part, levels_of
 from ds_zipccl.comm.group_state import GroupState, resolve_group
 from ds_zipccl.comm.request import (
     Request,
@@ -131,13 +129,11 @@ def _gather_shards(ctx: DeviceContext, request: Request, inputs: Tensors, output
         gather.gather(ctx, shards)
 
 
-def _exchange_lists(ctx: DeviceContext, request: Request, inputs: Tensors, outputs: Tensors) -> None:
-    exchange_uneven(ctx, inputs, outputs)
-
-
-def _exchange_segments(ctx: DeviceContext, request: Request, inputs: Tensors, outputs: Tensors) -> None:
+def _exchange(ctx: DeviceContext, request: Request, inputs: Tensors, outputs: Tensors) -> None:
     if request.numel is not None:
         exchange_even(ctx, inputs[0], outputs[0])
+    elif request.op == "all_to_all":
+        exchange_uneven(ctx, inputs, outputs)
     else:
         exchange_uneven(ctx, inputs[0].split(request.segments.leaving), outputs[0].split(request.segments.coming))
 
@@ -179,8 +175,8 @@ COLLECTIVES: dict[str, Callable[[DeviceContext, Request, Tensors, Tensors], None
     "all_gather": _gather_list,
     "all_gather_into_tensor": _gather_shards,
     "all_gather_coalesced": _gather_shards,
-    "all_to_all": _exchange_lists,
-    "all_to_all_single": _exchange_segments,
+    "all_to_all": _exchange,
+    "all_to_all_single": _exchange,
     "reduce_scatter_tensor": _reduce_scatter,
     "reduce_scatter": _reduce_scatter_list,
     "all_reduce": _all_reduce,

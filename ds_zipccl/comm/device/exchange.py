@@ -17,7 +17,7 @@ import torch.distributed as dist
 from ds_zipccl import tensors
 from ds_zipccl.codecs import compress_bound
 from ds_zipccl.comm.device.context import DeviceContext
-from ds_zipccl.comm.device.gather import encoded_sizes
+from ds_zipccl.comm.device.gather import encoded_sizes, slot_of
 from ds_zipccl.comm.device.sizes import agree, exchange_words
 from ds_zipccl.comm.device.streams import Stage
 from ds_zipccl.comm.group_state import device_profile, group_nodes, group_state, resolve_group
@@ -56,8 +56,7 @@ class _Segment:
         found = []
         for start in range(first * self.piece, min(last * self.piece, self.words.numel()), self.piece):
             words = self.words[start : start + self.piece]
-            raw = not self.frame or not wire.shrinks(words.nbytes, self.frame)
-            found.append(_Slot(words, wire.slot_bytes(words.nbytes + HEADER_BYTES if raw else self.frame), raw))
+            found.append(_Slot(words, *slot_of(words.nbytes, self.frame)))
         return found
 
 
@@ -132,10 +131,8 @@ def exchange_even(ctx: DeviceContext, source: torch.Tensor, target: torch.Tensor
         _note(ctx, source.dtype, source.numel(), nbytes, nbytes * sum(sizes) / (numel * source.itemsize))
     largest = max(sizes)
     if not wire.shrinks(min(piece, numel) * source.itemsize, largest):
-        ctx.streams.order(Stage.ENCODE, Stage.WIRE)
-        with ctx.streams.on(Stage.WIRE):
+        with ctx.streams.wire():
             ctx.transport.all_to_all(target, source)
-        ctx.streams.order(Stage.WIRE, Stage.DECODE)
         ctx.count(source.nbytes // ctx.size * (ctx.size - 1), source.nbytes // ctx.size * (ctx.size - 1))
         return
     frames = [largest if peer in afar else 0 for peer in range(ctx.size)]
@@ -268,10 +265,8 @@ def _step(ctx: DeviceContext, leaving: Sequence[_Segment], coming: Sequence[_Seg
             for raw, code in ((False, ctx.codec), (True, "raw")):
                 some = [(slot.words, place) for slot, place in filled if slot.raw == raw]
                 ctx.route.encode_frames([words for words, _ in some], code, block, [place for _, place in some])
-        streams.order(Stage.ENCODE, Stage.WIRE)
-        with streams.on(Stage.WIRE):
+        with streams.wire():
             ctx.transport.all_to_all(incoming, outgoing, received_sizes, sent_sizes)
-        streams.order(Stage.WIRE, Stage.DECODE)
         with streams.on(Stage.DECODE):
             got = _cut(incoming, received)
             report = ctx.reports.word(ctx.where(), _names(ctx, received))

@@ -165,11 +165,9 @@ def plan_of(
     """Return the layout of :func:`gather_agreed`, which does not depend on words. ``partial``: the pieces are only a part of the shards, so
     that the words cannot go as they are."""
     itemsize = shards[0].own.element_size()
-    slots = (
-        []
-        if sizes is None
-        else [_slot(piece.numel * itemsize, size) for piece, size in zip(pieces, sizes, strict=True)]
-    )
+    slots = [
+        slot_of(piece.numel * itemsize, size) for piece, size in zip(pieces, sizes or (), strict=sizes is not None)
+    ]
     if all(raw for _, raw in slots) and not partial:
         return Plan(pieces, ())
     fragments = []
@@ -190,12 +188,10 @@ def send_planned(
 ) -> None:
     """Gather the pieces of a plan, except the own ones; no wait of the host. ``lasts`` as for :func:`gather_agreed`."""
     if not plan.fragments and plan.pieces:
-        ctx.streams.order(Stage.ENCODE, Stage.WIRE)
-        with ctx.streams.on(Stage.WIRE):
+        with ctx.streams.wire():
             for shard in shards:
                 ctx.transport.all_gather(shard.whole, shard.own)
                 ctx.count(0, shard.own.nbytes * (ctx.size - 1))
-        ctx.streams.order(Stage.WIRE, Stage.DECODE)
     for fragment in plan.fragments:
         part = slice(fragment.first, fragment.last)
         _fragment(ctx, shards, plan.pieces[part], fragment, None if lasts is None else lasts[part])
@@ -223,9 +219,10 @@ def _fragments(pieces: Sequence[Piece], itemsize: int, ctx: DeviceContext) -> It
     yield first, len(pieces)
 
 
-def _slot(nbytes: int, frame: int) -> tuple[int, bool]:
-    """Return the bytes of a slot for frames of up to ``frame`` bytes of ``nbytes`` bytes of words, and whether they are raw."""
-    raw = not wire.shrinks(nbytes, frame)
+def slot_of(nbytes: int, frame: int) -> tuple[int, bool]:
+    """Return the bytes of a slot for frames of up to ``frame`` bytes of ``nbytes`` bytes of words, and whether they are raw. ``frame`` 0:
+    they are."""
+    raw = not frame or not wire.shrinks(nbytes, frame)
     return wire.slot_bytes(nbytes + HEADER_BYTES if raw else frame), raw
 
 
@@ -248,10 +245,8 @@ def _fragment(
         with streams.on(Stage.ENCODE):
             code = ctx.codec if lasts is None else "delta"
             ctx.route.encode_gather(words_of(shards, pieces), code, table, part, bases=lasts)
-        streams.order(Stage.ENCODE, Stage.WIRE)
-        with streams.on(Stage.WIRE):
+        with streams.wire():
             ctx.transport.all_gather(staging, part)
-        streams.order(Stage.WIRE, Stage.DECODE)
         with streams.on(Stage.DECODE):
             outs = shards[0].whole if len(shards) == 1 else [shards[piece.shard].whole for piece in pieces]
             status = ctx.reports.word(ctx.where(), fragment.names)

@@ -132,9 +132,7 @@ def _to_host(ctx: DeviceContext, flat: torch.Tensor, collective: Callable[[], No
 
 def finish(streams: Streams) -> None:
     """Wait on the host for the work that is on the streams of a device now, before memory is freed that only this work knows."""
-    for stage in (Stage.ENCODE, Stage.WIRE):
-        streams.order(stage, Stage.DECODE)
-    event = streams.record(Stage.DECODE)
+    event = streams.record_all()
     while event is not None and not event.query():
         time.sleep(_SLEEP_S)
 

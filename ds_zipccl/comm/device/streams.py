@@ -1,9 +1,11 @@
-"""The streams of a device on which coded operations work, and their memory for frames."""
+"""The streams of a device on which coded operations work, their memory for frames, and the handle of an operation."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from datetime import timedelta
 from enum import Enum
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -11,6 +13,7 @@ from weakref import WeakKeyDictionary
 import torch
 
 from ds_zipccl import devices, tensors
+from ds_zipccl.comm.work import Handle
 from ds_zipccl.telemetry import counters, ranges
 
 #: Staging buffers are multiples of an eighth of the power of two below their size, and of this many bytes (seed: few sizes, so that
@@ -71,9 +74,23 @@ class Streams:
         if self._runtime is not None:
             self._streams[second].wait_event(self._streams[first].record_event())
 
+    @contextmanager
+    def wire(self) -> Iterator[None]:
+        """Give a context for a collective on what was encoded, of which the result will be decoded."""
+        self.order(Stage.ENCODE, Stage.WIRE)
+        with self.on(Stage.WIRE):
+            yield
+        self.order(Stage.WIRE, Stage.DECODE)
+
     def record(self, stage: Stage) -> Any:
         """Return an event after the work that is on the stream now; None without streams."""
         return None if self._runtime is None else self._streams[stage].record_event()
+
+    def record_all(self) -> Any:
+        """Return an event after the work that is on all streams now; None without streams. The decoding stream waits for the others."""
+        for stage in (Stage.ENCODE, Stage.WIRE):
+            self.order(stage, Stage.DECODE)
+        return self.record(Stage.DECODE)
 
     def join(self, event: Any) -> None:
         """Let the calling thread's current stream wait for an event of :meth:`record`."""
@@ -91,11 +108,7 @@ class Streams:
         try:
             yield found.memory[:nbytes]
         finally:
-            if self._runtime is not None:
-                for stage in (Stage.ENCODE, Stage.WIRE):
-                    self.order(stage, Stage.DECODE)
-                found.last = self.record(Stage.DECODE)
-            found.held = False
+            found.last, found.held = self.record_all(), False
 
     def _take(self, nbytes: int, budget: int) -> StagingBuffer:
         grain = max(_GRAIN, (1 << max(nbytes - 1, 1).bit_length() - 1) // 8)
@@ -143,15 +156,61 @@ class Streams:
 
     def abandon(self, keep: Sequence[torch.Tensor]) -> None:
         """Keep the tensors of an operation that failed until the work that it has put on the streams is done; does not wait."""
-        for stage in (Stage.ENCODE, Stage.WIRE):
-            self.order(stage, Stage.DECODE)
-        self.leave(self.record(Stage.DECODE), keep)
+        self.leave(self.record_all(), keep)
 
     def sweep(self) -> None:
         """Drop tensors that were left, as far as their work is done; does not wait."""
         left, self._left = self._left, []
         kept = [(event, keep) for event, keep in left if not event.query()]
         self._left.extend(kept)  # a handle that has died meanwhile has left its tensors there
+
+
+class StreamWork(Handle):
+    """An operation in flight, with the meaning of the handles of an NCCL group. A refused frame stops a later operation, see :mod:`.sizes`.
+
+    The handle keeps the operation's tensors until :meth:`wait`. Then their memory follows the rules of the waiting stream, as with NCCL:
+    tensors of an operation are used by streams that the allocator does not know.
+    """
+
+    def __init__(
+        self, name: str, streams: Streams, event: Any, outputs: Sequence[torch.Tensor], keep: Sequence[torch.Tensor]
+    ) -> None:
+        super().__init__(name, outputs)
+        self._streams, self._event, self._keep = streams, event, tuple(keep)
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Let the calling thread's current stream wait for the outputs; the host waits only with a ``timeout``.
+
+        Raises:
+            CommError: the operation is not done after ``timeout``; it goes on, and ``wait`` may be called again.
+        """
+        if timeout is not None:
+            deadline = time.monotonic() + timeout.total_seconds()
+            while not self.is_completed():
+                if time.monotonic() > deadline:
+                    raise self._late(timeout)
+                time.sleep(1e-4)
+        self._streams.join(self._event)
+        self._keep = ()
+        return True
+
+    def is_completed(self) -> bool:
+        """Return whether the device has written the outputs; does not block."""
+        return self._event is None or bool(self._event.query())
+
+    def get_future(self) -> torch.futures.Future[list[torch.Tensor]]:
+        """Return a future of the output tensors, completed in the order of streams; always the same future. Does not block."""
+        if self._future is None:
+            streams = devices.runtime(self._streams.device) is not None
+            self._future = torch.futures.Future(devices=[self._streams.device] if streams else [])
+            with self._streams.on(Stage.DECODE):
+                self._streams.join(self._event)
+                self._future.set_result(self._tensors)
+        return self._future
+
+    def __del__(self) -> None:
+        if self._keep:
+            self._streams.leave(self._event, self._keep)
 
 
 #: runtime -> device -> streams.

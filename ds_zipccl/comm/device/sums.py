@@ -3,21 +3,26 @@
 The ranks of a node give each other plain words, because links inside a node are fast. Each rank then has the node's sum of the parts of its
 local rank, rounded once, and sends the sums of other nodes' parts in frames. Words that do not shrink go raw by the same steps: the bits
 of a sum never depend on how well words compress.
+
+Levels have no groups of their own. An exchange of some ranks is the group's own all-to-all, in which all other ranks have nothing for each
+other: a group of its own would need a name, or a communicator, on which ranks with different histories of groups do not agree.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 
 from ds_zipccl import tensors
+from ds_zipccl.comm import topology
 from ds_zipccl.comm.device import gather
 from ds_zipccl.comm.device.context import DeviceContext
 from ds_zipccl.comm.device.gather import Shard
-from ds_zipccl.comm.device.levels import Levels, exchange
 from ds_zipccl.comm.device.sizes import agree
 from ds_zipccl.comm.device.streams import Stage
 from ds_zipccl.comm.spans import length, within
@@ -28,6 +33,28 @@ from ds_zipccl.policy import wire
 
 #: Rows of node sums, and shards of an all-reduce, begin at multiples of so many elements: kernels read 16 bytes at once.
 _ALIGNED = 8
+
+
+@dataclass(frozen=True)
+class Levels:
+    """The levels of a group, as one rank sees them.
+
+    ``nodes``: the group ranks of each node; one level has a node for each rank. ``node`` and ``local_rank``: the place of this rank.
+    ``node_ranks``: the ranks of the own node. ``peers``: the ranks of the own local_rank, in the order of the nodes. Both ascend.
+    """
+
+    nodes: Sequence[Sequence[int]]
+    node: int
+    local_rank: int
+    node_ranks: Sequence[int]
+    peers: Sequence[int]
+
+
+def levels_of(ctx: DeviceContext, nodes: Sequence[Sequence[int]]) -> Levels:
+    """Return the levels of the context's group: two if ``nodes`` names the ranks of each node, one if it is empty."""
+    found = nodes or [[rank] for rank in range(ctx.size)]
+    node, local_rank = next((node, ranks.index(ctx.rank)) for node, ranks in enumerate(found) if ctx.rank in ranks)
+    return Levels(found, node, local_rank, found[node], topology.local_ranks(found)[local_rank])
 
 
 class Part:
@@ -139,53 +166,38 @@ def plain_to_owners(ctx: DeviceContext, parts: Sequence[Part], op: Any) -> None:
     rows = ctx.size if scatter else 1
     step = wire.device_sum_fragment(longest, itemsize, rows, ctx.budget)
     for begin in range(0, longest, step):
-        cut = [part.cut(begin, begin + step) for part in parts]
+        cut = {rank: part.cut(begin, begin + step) for rank, part in enumerate(parts)}
         if scatter:
-            _scattered(ctx, cut, op)
-        else:
-            for owner, part in enumerate(cut):
-                _reduced(ctx, part, owner, op)
+            _packed(ctx, cut, lambda rows: ctx.transport.reduce_scatter(rows.view(ctx.size, -1)[ctx.rank], rows, op))
+            continue
+        for owner, part in cut.items():
+            reduce = partial(ctx.transport.reduce, owner=owner, op=op)
+            if len(part.pieces) > 1:
+                _packed(ctx, {owner: part}, reduce)
+                continue
+            with streams.on(Stage.WIRE):
+                for view in part.views():
+                    reduce(view)
     streams.order(Stage.WIRE, Stage.DECODE)
 
 
-def _scattered(ctx: DeviceContext, parts: Sequence[Part], op: Any) -> None:
-    longest, streams = max(part.numel for part in parts), ctx.streams
-    dtype = _dtype_of(parts)
-    with streams.staging(longest * ctx.size * dtype.itemsize, ctx.budget) as staging:
-        rows = staging.view(dtype).view(ctx.size, longest)
+def _packed(ctx: DeviceContext, parts: Mapping[int, Part], collective: Callable[[torch.Tensor], None]) -> None:
+    """Let a collective sum the parts of some ranks, packed into rows of one length, and unpack the own row if it is one of them."""
+    longest, dtype, streams = max(part.numel for part in parts.values()), _dtype_of(parts.values()), ctx.streams
+    with streams.staging(longest * len(parts) * dtype.itemsize, ctx.budget) as staging:
+        flat = staging.view(dtype)
+        rows = dict(zip(parts, flat.view(len(parts), longest), strict=True))
         with streams.on(Stage.ENCODE):
-            for row, part in zip(rows, parts, strict=True):
-                part.pack(row)
-        streams.order(Stage.ENCODE, Stage.WIRE)
-        with streams.on(Stage.WIRE):
-            ctx.transport.reduce_scatter(rows[ctx.rank], rows.view(-1), op)
-        streams.order(Stage.WIRE, Stage.DECODE)
-        with streams.on(Stage.DECODE):
-            parts[ctx.rank].unpack(rows[ctx.rank])
-
-
-def _reduced(ctx: DeviceContext, part: Part, owner: int, op: Any) -> None:
-    streams = ctx.streams
-    if len(part.pieces) < 2:
-        with streams.on(Stage.WIRE):
-            for view in part.views():
-                ctx.transport.reduce(view, owner, op)
-        return
-    dtype = _dtype_of([part])
-    with streams.staging(part.numel * dtype.itemsize, ctx.budget) as staging:
-        words = staging.view(dtype)
-        with streams.on(Stage.ENCODE):
-            part.pack(words)
-        streams.order(Stage.ENCODE, Stage.WIRE)
-        with streams.on(Stage.WIRE):
-            ctx.transport.reduce(words, owner, op)
-        streams.order(Stage.WIRE, Stage.DECODE)
-        if owner == ctx.rank:
+            for rank, part in parts.items():
+                part.pack(rows[rank])
+        with streams.wire():
+            collective(flat)
+        if ctx.rank in parts:
             with streams.on(Stage.DECODE):
-                part.unpack(words)
+                parts[ctx.rank].unpack(rows[ctx.rank])
 
 
-def _dtype_of(parts: Sequence[Part]) -> torch.dtype:
+def _dtype_of(parts: Iterable[Part]) -> torch.dtype:
     """Return the dtype of parts, one of which has words."""
     return next(source.dtype for part in parts for source, _ in part.pieces)
 
@@ -274,7 +286,7 @@ class _Summing:
             for part, place in zip(parts, sent.split(numels), strict=True):
                 part.pack(place)
         received = scratch[len(scratch) // 2 :][: self._local_ranks * own]
-        exchange(ctx, self._levels.node_ranks, received, sent, [own] * self._local_ranks, numels)
+        _exchange(ctx, self._levels.node_ranks, received, sent, [own] * self._local_ranks, numels)
         if own:
             status = ctx.reports.word(f"{ctx.where()}, inside a node")  # a word of this stream alone
             ctx.route.decode_sum_frames(
@@ -315,11 +327,9 @@ class _Summing:
             sent, received, total = staging.split([sum(rooms), arriving, floats])
             with streams.on(Stage.ENCODE):
                 self._encode(words, sizes, sent.split(rooms))
-            streams.order(Stage.ENCODE, Stage.WIRE)
-            with streams.on(Stage.WIRE):
+            with streams.wire():
                 # the own slot travels too, and is not read: summands lie at a regular distance
-                exchange(ctx, self._levels.peers, received, sent, [rooms[me]] * self._nodes, rooms)
-            streams.order(Stage.WIRE, Stage.DECODE)
+                _exchange(ctx, self._levels.peers, received, sent, [rooms[me]] * self._nodes, rooms)
             if own.numel():
                 with streams.on(Stage.DECODE):
                     matrix = received.view(self._nodes, rooms[me])
@@ -355,3 +365,20 @@ class _Summing:
             settle_nans(sums)
         if not single:
             place.unpack(sums)
+
+
+def _exchange(
+    ctx: DeviceContext,
+    ranks: Sequence[int],
+    received: torch.Tensor,
+    sent: torch.Tensor,
+    received_sizes: Sequence[int],
+    sent_sizes: Sequence[int],
+) -> None:
+    """Exchange pieces of flat tensors among ``ranks``, ascending, this rank among them; sizes in elements, one for each of them. All ranks
+    of the group call, each with the ranks of its own node or local rank. Work of the current stream."""
+    sizes = [[0] * ctx.size, [0] * ctx.size]
+    for found, some in zip(sizes, (received_sizes, sent_sizes), strict=True):
+        for rank, size in zip(ranks, some, strict=True):
+            found[rank] = size
+    ctx.transport.all_to_all(received, sent, *sizes)

@@ -26,6 +26,8 @@ from ds_zipccl.kernels.build import trust
 
 #: Sources include each other by their paths from this folder.
 CSRC = Path(__file__).resolve().parents[2] / "csrc"
+#: Libraries in the package. A checkout has none; `make wheels` fills the folder in wheels.
+SHIPPED = CSRC.with_name("lib")
 
 _AVX2 = ("-mavx2", "-mbmi", "-mbmi2", "-mpopcnt")
 _AVX512 = tuple(f"-mavx512{part}" for part in ("f", "bw", "dq", "vl", "vbmi", "vbmi2"))
@@ -222,6 +224,15 @@ def file_name(recipe: Recipe, identity: bytes = b"", arguments: Sequence[str] = 
     for path in sorted([*headers, *(CSRC / name for name in recipe.sources)]):
         digest.update(os.path.relpath(path, CSRC).encode() + b"\0" + path.read_bytes())
     return f"{recipe.name}_{digest.hexdigest()[:20]}.so"
+
+
+def shipped() -> Path | None:
+    """Return the library of the C++ backend for this CPU that lies in the package, for machines without a compiler; None where there is none.
+
+    Its name has the content of sources and flags. So a library of other sources, or one with flags that differ, is not taken.
+    """
+    found = SHIPPED / file_name(CPU)
+    return found if found.is_file() else None
 
 
 def build(recipe: Recipe = CPU) -> Path:

@@ -11,7 +11,6 @@ import torch
 from ds_zipccl import tensors
 from ds_zipccl.frame import DTYPE_IDS, FrameError
 from ds_zipccl.kernels import build
-from ds_zipccl.kernels.build import shipped
 from ds_zipccl.kernels.c_functions import bind
 from ds_zipccl.kernels.cpp.interface import (
     CODES,
@@ -182,10 +181,6 @@ class CppBackend:
             None if self._functions["zipccl_unpack_repeats"](ctypes.byref(row_map)) else (literals, repeated, sources)
         )
 
-    def row_frame(self, segment: RowSegment, begin: int, numel: int, out: torch.Tensor) -> int:
-        """Write the payload of a row frame, as :meth:`RowFrames.payload` says; ``segment`` holds the state of the frames."""
-        return self._call("zipccl_row_frame", segment, begin, numel, out, out.numel())
-
     # --- lossy codecs
 
     def round_words(self, words: torch.Tensor, mantissa: int, out: torch.Tensor) -> None:
@@ -338,7 +333,7 @@ class RowFrames:
         """
         state = self._state
         state.search.first, state.repeats = known, repeats
-        size = self._backend.row_frame(state, begin, numel, out)
+        size = self._backend._call("zipccl_row_frame", state, begin, numel, out, out.numel())
         return size, state.search.first, state.repeats
 
 
@@ -386,4 +381,4 @@ def load() -> CppBackend:
     Raises:
         BuildError: there is no compiler, or it failed.
     """
-    return CppBackend(ctypes.CDLL(str(shipped.library() or build.build(build.CPU))))
+    return CppBackend(ctypes.CDLL(str(build.shipped() or build.build(build.CPU))))

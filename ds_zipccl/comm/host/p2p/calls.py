@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 
 from ds_zipccl import codecs, tensors
-from ds_zipccl.comm import work
 from ds_zipccl.comm.buffer_pool import POOL
 from ds_zipccl.comm.context import OpContext
 from ds_zipccl.comm.host.p2p import choice
@@ -23,7 +22,7 @@ from ds_zipccl.comm.lossy.factors import Factored
 from ds_zipccl.comm.request import Post, logical_order
 from ds_zipccl.comm.shadow_check import Shadow
 from ds_zipccl.comm.transport.protocol import TagRange
-from ds_zipccl.comm.work import PostedWork, Work
+from ds_zipccl.comm.work import PointToPointWork, PostedWork, Work
 from ds_zipccl.lossy import LossyCodec
 from ds_zipccl.telemetry import counters
 
@@ -104,7 +103,7 @@ def receive(post: Post, *, blocking: bool) -> Work:
         if inbox is not None:
             receipt = Receipt(inbox, peer, kind, p2p_known.limit(config))
         handle: Work = (
-            work.start_recv([tensor], lambda: finish(_NO_END), message.source, ctx.transport.timeout())
+            PointToPointWork("recv", [tensor], message.source, ctx.transport.timeout()).begin(lambda: finish(_NO_END))
             if message.may_have_body and not blocking
             else PostedWork("recv", [tensor], finish, message.source)
         )
