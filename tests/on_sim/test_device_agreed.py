@@ -141,7 +141,6 @@ def in_pieces(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(wire, "device_piece_numel", lambda *call: 1024)
     patch.setattr(wire, "DEVICE_FRAGMENT_BYTES", 9000)
     patch.setattr(wire, "RAW_BELOW_BYTES", 512)
-    patch.setattr(agreements, "MAX_JOBS", 1)
 
 
 @pytest.mark.parametrize(

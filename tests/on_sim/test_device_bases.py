@@ -230,7 +230,8 @@ def _stale_version(patch: pytest.MonkeyPatch) -> None:
 
     def stale(self: agreed.Agreed, *sizes: Any) -> None:
         begin(self, *sizes)
-        self.way = Way.COPY if self.filled else Way.FULL
+        slot = self.slot()
+        self.way = Way.COPY if slot is not None and slot.filled else Way.FULL
 
     patch.setattr(agreed.Agreed, "_agreed", stale)
 

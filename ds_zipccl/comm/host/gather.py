@@ -186,7 +186,7 @@ class SharedBase(Base):
     """
 
     def __init__(self, slots: Sequence[BaseSlot]) -> None:
-        self._slots = slots
+        self._slots, self._sizes = slots, [slot.memory.shape[1] for slot in slots]
         for slot in slots:
             slot.asked += 1
         self._versions = [slot.asked for slot in slots]
@@ -196,14 +196,14 @@ class SharedBase(Base):
             return None
         last = buffers.empty(places[ctx.rank].numel(), places[ctx.rank].dtype, places[ctx.rank].device)
         for rank, place in enumerate(places):
-            parts = (last if rank == ctx.rank else place).split(self._sizes())
+            parts = (last if rank == ctx.rank else place).split(self._sizes)
             for part, slot in zip(parts, self._slots, strict=True):
                 part.copy_(slot.memory[rank])
         return last
 
     def end(self, ctx: OpContext, places: Sequence[torch.Tensor], last: torch.Tensor | None) -> None:
         # all ranks of a node have read the old contents before, for the hash
-        self.keep(ctx, [place.split(self._sizes()) for place in places])
+        self.keep(ctx, [place.split(self._sizes) for place in places])
 
     def keep(self, ctx: OpContext, shards: Sequence[Sequence[torch.Tensor]]) -> None:
         """Hold the flat tensor ``shards[rank][number]`` in slot ``number``. Each rank of a node writes some of the shards, and no rank
@@ -236,9 +236,6 @@ class SharedBase(Base):
     def _peers(self, ctx: OpContext) -> list[int]:
         """Return the other ranks that write to the same memory."""
         return [peer for peer in self._slots[0].node_ranks if peer != ctx.rank]
-
-    def _sizes(self) -> list[int]:
-        return [slot.memory.shape[1] for slot in self._slots]
 
 
 def _written(done: bool) -> torch.Tensor:

@@ -103,17 +103,24 @@ def gather_parts(
     for keeper in dict.fromkeys(part.kept.keeper for part in parts if part.kept is not None):
         keeper.agree([part.kept for part in parts if part.kept is not None and part.kept.keeper is keeper])
     call, sizes = Call(GATHER, resolve_group(group), config, role), [part.numel for part in parts]
-    options = CallOptions(config, role, uncompressed_call)
-    request = request_shards(GATHER, [output_tensor], [input_tensor], group, async_op, options)
     with torch.inference_mode():
         rows, shards = output_tensor.view(call.size, -1).split(sizes, 1), input_tensor.view(-1).split(sizes)
     copied: list[_Column] = []
     sent: list[_Column] = []
     for one in map(_Column, rows, shards, (part.kept for part in parts)):
         (copied if one.kept is not None and one.kept.way is Way.COPY else sent).append(one)
-    shadow = _copy(call, request, copied) if copied else None
+    shadow = None
+    if copied and config.check == "shadow":
+        options = CallOptions(config, role)
+        shadow = shadow_of(request_shards(GATHER, [output_tensor], [input_tensor], group, False, options))
+    if copied:
+        _copy(call, copied)
     if sent:
-        return _send(call, request, sent, shadow, apart=bool(copied))
+        whole, own, options = output_tensor, input_tensor, CallOptions(config, role, uncompressed_call)
+        if copied:
+            whole, own, options = *_laid_out(call, sent), CallOptions(config, role)
+        request = request_shards(GATHER, [whole], [own], group, async_op, options)
+        return _send(call, request, output_tensor, sent, shadow)
     if shadow is not None:
         engine.host.compare_on_all_ranks(_raw_context(call), shadow, [output_tensor])
     return work.done(GATHER, [output_tensor]) if async_op else None
@@ -129,35 +136,32 @@ class _Column(NamedTuple):
 
 @tensors.undisturbed()
 @torch.inference_mode()
-def _copy(call: Call, request: Request, columns: Sequence[_Column]) -> Shadow | LossyShadow | None:
-    """Copy parameters with valid bases. Blocks. Return the shadow of the whole gather if the config asks for a check."""
-    shadow = shadow_of(request)
+def _copy(call: Call, columns: Sequence[_Column]) -> None:
+    """Copy parameters with valid bases. Blocks."""
     for rows, shard, kept in columns:
         assert kept is not None  # its base is valid
         kept.copy(rows, call.rank, shard)
     nbytes = sum(rows.numel() * rows.element_size() for rows, *_ in columns)
     counters.record(call.role, GATHER, sent_to_peers(nbytes, call.group), 0)
     counters.record_difference(call.role, GATHER, "")
-    return shadow
+
+
+@tensors.undisturbed()
+@torch.no_grad()
+def _laid_out(call: Call, columns: Sequence[_Column]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return memory for a gather of parameters, and the own shards in it, end to end. It is no tensor of inference mode: plain collectives
+    write to it outside of that mode."""
+    first = columns[0].shard
+    whole = tensors.empty(call.size * sum(one.shard.numel() for one in columns), first.dtype, first.device)
+    return whole, torch.cat([one.shard for one in columns], out=equal_shards(whole, call.size)[call.rank])
 
 
 def _send(
-    call: Call, request: Request, columns: Sequence[_Column], shadow: Shadow | LossyShadow | None, *, apart: bool
+    call: Call, request: Request, output: torch.Tensor, columns: Sequence[_Column], shadow: Shadow | LossyShadow | None
 ) -> Any:
-    """Gather parameters by messages, in one gather, and fill the bases of those that have one. Returns as torch.distributed does.
-
-    Args:
-        shadow: of the whole gather, for which ranks wait after all else; None without a check.
-        apart: the request has other parameters too. The shards then lie end to end in memory of their own. It is no tensor of inference
-            mode: plain collectives write to it outside of that mode.
-    """
-    outputs, sizes = request.outputs, [shard.numel() for _, shard, _ in columns]
-    if apart:
-        with torch.no_grad(), tensors.undisturbed():
-            whole = tensors.empty(call.size * sum(sizes), outputs[0].dtype, outputs[0].device)
-            own = torch.cat([shard for _, shard, _ in columns], out=equal_shards(whole, call.size)[call.rank])
-        options = CallOptions(call.config, call.role)
-        request = request_shards(GATHER, [whole], [own], request.group, request.async_op, options)
+    """Gather parameters by messages, put them into their columns of the output, and fill the bases of those that have one. Then compare
+    with the shadow of the whole gather, if there is one. Returns as torch.distributed does."""
+    whole = request.outputs[0]
     filled = [(rows, kept) for rows, _, kept in columns if kept is not None]
     for _, kept in filled:
         kept.fill()
@@ -180,23 +184,23 @@ def _send(
     def end(wait: Callable[[], Any]) -> None:
         with telling():
             wait()
-            if apart:
+            if whole is not output:
                 with torch.inference_mode(), tensors.undisturbed():
-                    parts = request.outputs[0].view(call.size, -1).split(sizes, 1)
+                    parts = whole.view(call.size, -1).split([shard.numel() for _, shard, _ in columns], 1)
                     for (rows, *_), part in zip(columns, parts, strict=True):
                         rows.copy_(part)
         if ctx is not None and base is not None:
             with torch.inference_mode(), tensors.undisturbed():
                 base.keep(ctx, [[rows[rank] for rows, _ in filled] for rank in range(ctx.size)])
         if ctx is not None and shadow is not None:
-            engine.host.compare_on_all_ranks(ctx, shadow, outputs)
+            engine.host.compare_on_all_ranks(ctx, shadow, [output])
 
     if not request.async_op:
         return end(lambda: execute(choice, request))
     with telling():
         handle = execute(choice, request)
-    if base is not None or apart:
-        handle = work.start(GATHER, outputs, functools.partial(end, handle.wait))
+    if base is not None or whole is not output:
+        handle = work.start(GATHER, [output], functools.partial(end, handle.wait))
     for _, kept in filled:
         kept.filled_by(handle)
     return handle

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterable, Sequence
 from types import ModuleType
 from typing import Any, TypeVar
@@ -47,18 +46,12 @@ def learn_dtype(module: ModuleType) -> None:
     _dtype_of = hook_points.fitting("get_allgather_dtype", module) or _dtype_of
 
 
-def note_coalesced(param: Any) -> None:
-    """Let a converted parameter note the parameters of its gathers. DeepSpeed lays the shards of several parameters end to end and gathers
-    them into new memory, or gathers one after the other."""
-    gather = param.all_gather_coalesced
-
-    @functools.wraps(gather)
-    def all_gather_coalesced(params: Iterable[Any], *args: Any, **kwargs: Any) -> Any:
-        params = list(params)
-        with hints.hinting(parameters={one.ds_id: one for one in sorted(params, key=lambda one: one.ds_id)}):
-            return gather(params, *args, **kwargs)
-
-    param.all_gather_coalesced = all_gather_coalesced
+def gather_coalesced(original: Callable[..., Any], params: Iterable[Any], *args: Any, **kwargs: Any) -> Any:
+    """Note the parameters that the method ``all_gather_coalesced`` of a parameter gathers. DeepSpeed lays the shards of several parameters
+    end to end and gathers them into new memory, or gathers one after the other."""
+    params = list(params)
+    with hints.hinting(parameters={one.ds_id: one for one in sorted(params, key=lambda one: one.ds_id)}):
+        return original(params, *args, **kwargs)
 
 
 def gather_single(original: Callable[..., Any], init: Any, param_list: Iterable[Any], *args: Any, **kwargs: Any) -> Any:
@@ -221,13 +214,12 @@ def take_parameters(output: torch.Tensor, group: dist.ProcessGroup | None) -> Se
     numel = output.numel() // members.size
     awaited = [param for param in wanted.values() if param.ds_process_group is group]
     gathered = [param for param in awaited if gathered_dtype(param) == output.dtype]
-    if _shard_numel(gathered) != numel:
-        gathered = gathered[:1]  # one gather per parameter
-    if _shard_numel(gathered) != numel:
-        return ()
-    for param in gathered:
-        del wanted[param.ds_id]
-    return gathered
+    for some in (gathered, gathered[:1]):  # one gather of all, or one per parameter
+        if sum(param.ds_tensor.ds_numel for param in some) == numel:
+            for param in some:
+                del wanted[param.ds_id]
+            return some
+    return ()
 
 
 def is_secondary(device: torch.device, group: dist.ProcessGroup | None) -> bool:
@@ -290,10 +282,6 @@ def forget(params: Iterable[Any]) -> None:
 def versions_of(params: Iterable[Any]) -> list[Any]:
     """Return the versions of the engines of parameters, those of each engine once. Some parameters have none."""
     return list(dict.fromkeys(getattr(param, VERSIONS) for param in params if hasattr(param, VERSIONS)))
-
-
-def _shard_numel(params: Iterable[Any]) -> int:
-    return sum(param.ds_tensor.ds_numel for param in params)
 
 
 def slot_of(param: Any) -> BaseSlot | None:

@@ -17,6 +17,7 @@ lines on all ranks. A rank may make more calls that gather nothing.
 from __future__ import annotations
 
 import contextlib
+import functools
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -55,8 +56,7 @@ class Versions:
         self._outermost: Any = None  # the module whose call is the pass that runs now
         #: Outermost modules -> handles of the hooks that tell the end of their calls.
         self.left: dict[Any, Any] = {}
-        self._passes = self._gathered = 0  # passes that have begun here, and the last of them that has gathered
-        self._evaluates = False  # the pass that has begun last
+        self._gathers = self._evaluates = False  # the pass that has begun last: it has gathered, it is an evaluation
         self._stepping = False  # a training pass has gathered since the last step
         #: Parameters are gathered for a save, which has agreed on all of them.
         self.saving = False
@@ -79,7 +79,7 @@ class Versions:
             return
         if module not in self.left:
             self.left[module] = module.register_forward_hook(lambda *call: self._leave(), always_call=True)
-        self._outermost, self._passes = module, self._passes + 1
+        self._outermost, self._gathers = module, False
         self._evaluates = not (module.training and torch.is_grad_enabled())
 
     def _leave(self) -> None:
@@ -87,9 +87,9 @@ class Versions:
 
     def begin_gather(self) -> None:
         """Let a gather agree anew if it is the first one of an evaluation's pass, or the first one of training after it. Does not block."""
-        if self._outermost is None or self._gathered == self._passes:
+        if self._outermost is None or self._gathers:
             return
-        self._gathered = self._passes
+        self._gathers = True
         for keeper in self._keepers:
             if self._evaluates or not (keeper.steps or self._stepping):
                 keeper.refresh()
@@ -116,7 +116,8 @@ class Versions:
                 comm.check_frames(self._device, group, config=self._config)
 
     def agree(self) -> None:
-        """Agree on the sizes of parameters that have none and whose shards can be read now. A collective; a host wait for each group.
+        """Agree on the sizes of parameters that have none and whose words that the next gather sends are on the device now. A collective; a
+        host wait for each group.
 
         On bases the next gather agrees.
         """
@@ -125,18 +126,10 @@ class Versions:
         for keeper in self._keepers:
             keeper.steps = False  # until a training pass gathers
         for group, params in self._groups:
-            ready = [param for param in params if self._ready(param)]
-            shards = [(getattr(param, STATE), param.ds_tensor.detach().view(-1)) for param in ready]
-            comm.agree_sizes(shards, group, config=self._config)
-
-    def _ready(self, param: Any) -> bool:
-        """Return whether the words that the next gather sends are on the device now. Equal on all ranks.
-
-        A parameter that stays gathered is gathered once a step, within the step.
-        """
-        shard = param.ds_tensor
-        on_device = shard.device.type == self._device.type and shard.final_location != "nvme"
-        return on_device and not param.ds_persist
+            # one that stays gathered is gathered once a step, within the step
+            freed = [(param.ds_tensor, getattr(param, STATE)) for param in params if not param.ds_persist]
+            here = [one for one in freed if one[0].device.type == self._device.type and one[0].final_location != "nvme"]
+            comm.agree_sizes([(state, shard.detach().view(-1)) for shard, state in here], group, config=self._config)
 
 
 def _state_of(name: str, param: Any, keeper: Keeper | None) -> Agreed | Kept:
@@ -249,7 +242,7 @@ def convert(original: Callable[..., Any], init: Any, param: Any) -> None:
     """Surround the conversion of a parameter to a partitioned one."""
     _drop(param)
     original(init, param)
-    gathers.note_coalesced(param)
+    param.all_gather_coalesced = functools.partial(gathers.gather_coalesced, param.all_gather_coalesced)
 
 
 def enter_gathered(original: Callable[..., Any], gathered: Any) -> Any:

@@ -34,7 +34,6 @@ from ds_zipccl.comm.device.streams import Stage
 from ds_zipccl.comm.group_state import GroupState, group_state, resolve_group
 from ds_zipccl.config import DEFAULT, ZipcclConfig
 from ds_zipccl.frame import HEADER_BYTES
-from ds_zipccl.kernels.cuda.jobs import MAX_JOBS
 from ds_zipccl.policy import wire
 from ds_zipccl.telemetry import counters
 
@@ -42,6 +41,10 @@ from ds_zipccl.telemetry import counters
 _PLANS = 1024
 #: Gathers that copy bases between two agreements (seed: more than a training step has; a program without steps looks as often as this).
 COPIES_UNCHECKED = 4096
+
+
+#: A frame whose size is asked for: the own shard of its parameter, the base of a difference, and its piece of the shard.
+_Asked = tuple[torch.Tensor, BaseSlot | None, Piece]
 
 
 class _Kind(NamedTuple):
@@ -80,14 +83,7 @@ class Agreed(Versioned):
         self.sizes: dict[Way, Sequence[int]] = {}
         #: A number of this process that no other agreement has; 0 before the first.
         self.version = 0
-        #: The base holds the result of a gather, of this version or an earlier one.
-        self.filled = False
         self._kind: _Kind | None = None
-
-    def hold(self, base: BaseSlot) -> None:
-        """See :meth:`.Versioned.hold`."""
-        super().hold(base)
-        self.filled = False
 
     def base_of(self, kind: _Kind) -> BaseSlot | None:
         """Return the base of gathers of a kind, None if there is none."""
@@ -101,20 +97,16 @@ class Agreed(Versioned):
         super().forget()
         self._kind = None
 
-    def holds(self, kind: _Kind) -> bool:
-        """Return whether there are agreed sizes for gathers of a kind."""
-        return self._kind == kind
-
     def _agreed(self, kind: _Kind, sizes: Sequence[int], deltas: Sequence[int] | None = None) -> None:
         """Begin a version. ``deltas`` None: the base is not filled, or the proof has failed."""
         self._kind, self.sizes, self.version = kind, {Way.FULL: sizes, Way.DELTA: deltas or ()}, next(_versions)
         self.way = Way.FULL if deltas is None else Way.DELTA
 
-    def keep(self, ctx: DeviceContext) -> None:
+    def keep(self, ctx: DeviceContext, base: BaseSlot) -> None:
         """Note that the base holds the words of this version after a gather of :attr:`way`."""
-        reason = SOMETHING_ELSE if self.filled else NOTHING_THERE
+        reason = SOMETHING_ELSE if base.filled else NOTHING_THERE
         counters.record_difference(ctx.role, ctx.op, reason if self.way is Way.FULL else "")
-        self.filled, self.way = True, Way.COPY
+        base.filled, self.way = True, Way.COPY
 
 
 class _Unchecked:
@@ -145,16 +137,17 @@ def agree_all(
         The number of parameters without agreed sizes before the call.
     """
     missing = [(one, words, _kind(ctx, dtype or one.dtype or words.dtype)) for one, words in found]
-    missing = [(one, words, kind) for one, words, kind in missing if not one.holds(kind)]
+    missing = [(one, words, kind) for one, words, kind in missing if one._kind != kind]
     if not missing:
         return 0
-    held = [one.base_of(kind) if one.filled else None for one, _, kind in missing]
+    bases = [one.base_of(kind) for one, _, kind in missing]
+    held = [base if base is not None and base.filled else None for base in bases]
     if any(held):
         ctx.streams.order(Stage.DECODE, Stage.ENCODE)  # earlier gathers have written the bases
     labels: list[Hashable] = []
     asked: list[torch.Tensor] = []
     for dtype, way in itertools.product(dict.fromkeys(kind.dtype for *_, kind in missing), (Way.FULL, Way.DELTA)):
-        coded: list[tuple[torch.Tensor, BaseSlot | None, Piece]] = []
+        coded: list[_Asked] = []
         for number, ((one, words, kind), base) in enumerate(zip(missing, held, strict=True)):
             if kind.dtype is dtype and (way is Way.FULL or base is not None):
                 some = [piece for piece in kind.pieces(one.numel) if kind.codes(piece, way)]
@@ -180,32 +173,29 @@ def agree_all(
     return len(missing)
 
 
-def _sizes(
-    ctx: DeviceContext, pieces: Sequence[tuple[torch.Tensor, BaseSlot | None, Piece]], dtype: torch.dtype
-) -> torch.Tensor:
+def _sizes(ctx: DeviceContext, pieces: Sequence[_Asked], dtype: torch.dtype) -> torch.Tensor:
     """Return the bytes of each frame as :func:`.gather.encoded_sizes` does, of pieces of shards in a dtype, all with a base or all without.
 
     Words that are copied, from another dtype or from a base in host memory, are copied as many at a time as the memory for frames allows.
     That memory belongs to the encoding stream.
     """
-    copied = any(words.dtype is not dtype or (base and proof.is_away(base, ctx)) for words, base, _ in pieces)
-    most = ctx.budget // 2 // dtype.itemsize if copied else sum(piece.numel for *_, piece in pieces)
-    found = []
+    most = sum(piece.numel for *_, piece in pieces)
+    if any(words.dtype is not dtype or (base and proof.is_away(base, ctx)) for words, base, _ in pieces):
+        most = wire.device_piece_numel(dtype.itemsize, 1, ctx.budget)
+    chunks: list[list[_Asked]] = []
+    left, found = 0, []
+    for one in pieces:
+        if left <= 0:
+            chunks.append([])
+            left = most
+        chunks[-1].append(one)
+        left -= one[2].numel
     with ctx.streams.on(Stage.ENCODE):
-        first = 0
-        while first < len(pieces):
-            last, numel = first, 0
-            while last < len(pieces) and last - first < MAX_JOBS and (last == first or numel < most):
-                numel += pieces[last][2].numel
-                last += 1
-            words = [gather.part_of(own, piece).to(dtype) for own, _, piece in pieces[first:last]]
-            lasts = [
-                gather.part_of(proof.on_device(base.memory[ctx.rank], ctx), piece)
-                for _, base, piece in pieces[first:last]
-                if base
-            ]
+        for chunk in chunks:
+            words = [gather.part_of(own, piece).to(dtype) for own, _, piece in chunk]
+            rows = [(base.memory[ctx.rank], piece) for _, base, piece in chunk if base]
+            lasts = [proof.on_device(gather.part_of(row, piece), ctx) for row, piece in rows]
             found.append(gather.encoded_sizes(ctx, words, lasts or None))
-            first = last
         return torch.cat(found)
 
 
@@ -220,7 +210,7 @@ def gather_parameters(ctx: DeviceContext, own: torch.Tensor, whole: torch.Tensor
     if not own.numel() or (ctx.codec == "raw" and not any(one.base_of(kind) for one in parameters)):
         gather.gather(ctx, [shard])
         return
-    if not all(one.holds(kind) for one in parameters):
+    if any(one._kind != kind for one in parameters):
         agree_all(ctx, list(zip(parameters, own.split(list(shard.sizes)), strict=True)), own.dtype)
     unchecked = ctx.state.of(_Unchecked)
     if (unchecked.copies or 0) >= COPIES_UNCHECKED:
@@ -240,8 +230,8 @@ def gather_parameters(ctx: DeviceContext, own: torch.Tensor, whole: torch.Tensor
         gather.send_planned(ctx, [shard], plan, words)
     gather.put_own(ctx, [shard])
     proof.keep([(base, rows[number]) for number, base in based if ways[number] is not Way.COPY], ctx)
-    for number, _ in based:
-        parameters[number].keep(ctx)
+    for number, base in based:
+        parameters[number].keep(ctx, base)
     copied = [number for number, way in enumerate(ways) if way is Way.COPY]
     if copied:
         unchecked.copies += 1
