@@ -18,7 +18,7 @@ from ds_zipccl.comm.shadow_check import LossyShadow, Plain, Shadow, Tolerance
 from ds_zipccl.config import DEFAULT, ZipcclConfig
 from ds_zipccl.lossy import LossyCodec
 from ds_zipccl.ops import OPS
-from ds_zipccl.policy import admission, repeat_rules
+from ds_zipccl.policy import admission, wire
 from ds_zipccl.telemetry import counters
 
 
@@ -148,7 +148,7 @@ class Request:
     def prepare(self) -> None:
         """Set the fields that follow from those given: whether the call may repeat messages, whether it is lossy, and its sum. Raises as
         :func:`.reduction_order.arithmetic`."""
-        self.again = self.op in repeat_rules.OPS and self.base is None and is_again(self.config, self.role)
+        self.again = self.op in wire.REPEATED_OPS and self.base is None and is_again(self.config, self.role)
         tensor = next(iter(self.outputs or self.inputs), None)
         if self.lossy is not None:  # first: nearly every call of a job ends here
             words = None if tensor is None else (tensor.dtype, tensor.device)
@@ -207,7 +207,7 @@ class Post(NamedTuple):
 def is_again(config: ZipcclConfig, role: str) -> bool:
     """Return whether a call may repeat messages of an earlier one: autograd runs a backward pass in this thread. Equal on all ranks, which
     run one program. A forward pass outside of a backward pass says no, with and without gradients."""
-    return repeat_rules.keeps(config, role) and torch._C._current_graph_task_id() != -1
+    return wire.keeps_repeats(config, role) and torch._C._current_graph_task_id() != -1
 
 
 _Lossy = TypeVar("_Lossy")  # a codec, or what makes factors
