@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from ds_zipccl import tensors
 from ds_zipccl.comm.device import calibration
-from ds_zipccl.comm.device.clock import Span, agreed_seconds, mark
+from ds_zipccl.comm.device.calibration import Span, agreed_seconds, mark
 from ds_zipccl.comm.device.context import DeviceContext
 from ds_zipccl.comm.group_state import GroupState, device_profile, find_nodes, group_nodes, group_state, resolve_group
 from ds_zipccl.comm.topology import tell
