@@ -487,11 +487,9 @@ def trials_do_not_need_the_receivers_wait(rank: int, ranks: int) -> None:
 
 
 def test_trials_take_turns() -> None:
-    trials, found = 0, ""
-    for call in range(1, 300):
-        raw = trial.next_trial(trials, call)
-        found += "." if raw is None else "cu"[raw]
-        trials += raw is not None
+    sends = trial.SendTrial()
+    turns = [sends.next_turn() for _ in range(299)]
+    found = "".join("cu"[turn.schedule] if turn.timed else "." for turn in turns)
     first, rest = found[: 2 * trial.TRIAL_SENDS], found[2 * trial.TRIAL_SENDS :]
     assert sorted(first) == ["c"] * trial.TRIAL_SENDS + ["u"] * trial.TRIAL_SENDS
     assert first[:6] == "cuuccu" and sorted(rest.replace(".", "")) == ["c", "c", "u", "u"], found
