@@ -108,11 +108,6 @@ def parse_announcement(part: torch.Tensor, dtype: torch.dtype, numel: int) -> An
     return Announcement(Body(body), dtype, numel, number, bool(report))
 
 
-def fragment_numel(ctx: OpContext, numel: int, itemsize: int) -> int:
-    """Return the elements of each fragment of a send of ``numel`` elements, equal on both sides. The last fragment may be shorter."""
-    return wire.fragment_numel(numel, itemsize, 2, ctx.config.staging_mib << 20)
-
-
 class Outgoing:
     """A tensor that goes to rank ``peer`` of the group. ``flat``: flat and contiguous, on the context's device. The context's first tag is
     that of the message.
@@ -135,7 +130,7 @@ class Outgoing:
         self._ctx, self._flat, self._peer, self._bounded, self._way = ctx, flat, peer, bounded, way
         self._coder = FrameCoder(ctx, way.raw)
         self._factored = None if way.raw or ctx.codec == "raw" else factored
-        self._piece = fragment_numel(ctx, flat.numel(), flat.element_size())
+        self._piece = wire.fragment_numel(flat.numel(), flat.element_size(), 2, ctx.config.staging_mib << 20)
         self._first = Exchange(ctx, 0, self._coder)
         self._body: Exchange | None = None
 
@@ -219,7 +214,7 @@ class Incoming:
     def __init__(self, ctx: OpContext, numel: int, dtype: torch.dtype, peer: int | None) -> None:
         self._ctx, self._numel, self._dtype, self._peer = ctx, numel, dtype, peer
         self._coder = FrameCoder(ctx)
-        self._piece = fragment_numel(ctx, numel, dtype.itemsize)
+        self._piece = wire.fragment_numel(numel, dtype.itemsize, 2, ctx.config.staging_mib << 20)
         self._buffers = PooledBuffers()
         self._part = (
             self._buffers.take(max(ANNOUNCEMENT_BYTES, known.FRAME_BYTES))
@@ -251,16 +246,10 @@ class Incoming:
         Raises:
             CommError: an announcement or a frame is refused, or the sender or the transport failed.
         """
-        source = self.source()
+        ctx, source, last = self._ctx, self.source(), None
         if receipt is not None:
             receipt.take_turn(source)
-        self._write(out, source, None if receipt is None else receipt.copy(source))
-        if receipt is not None:
-            receipt.keep(source, out)
-        self._buffers.release()
-
-    def _write(self, out: torch.Tensor, source: int, last: torch.Tensor | None) -> None:
-        ctx = self._ctx
+            last = receipt.copy(source)
         if bytes(self._part[: len(_MAGIC)].numpy()) != _MAGIC:  # no announcement arrived on the caller's tag
             self._coder.decompress(self._part, source, out, last)
         else:
@@ -277,6 +266,9 @@ class Incoming:
                     self._take_frames(announcement.tag, source, out.split(piece))
             if announcement.report:
                 choice.report(ctx, source, announcement.number, time.perf_counter() - self._arrived)
+        if receipt is not None:
+            receipt.keep(source, out)
+        self._buffers.release()
 
     def _take_frames(self, tag: int, source: int, fragments: Sequence[torch.Tensor]) -> None:
         self._body = body = Exchange(self._ctx, 0, self._coder, tag=tag)
