@@ -29,11 +29,10 @@ DELTA_DTYPES = (torch.int8, torch.uint8, torch.bool, torch.int32, torch.int64, t
 #: dtypes that sends take, and that no codec without a base makes smaller: of masks and token numbers (admission: a frame names them, and
 #: gloo's sends take every dtype).
 SIDE_DTYPES = tuple(dtype for dtype in DTYPE_IDS if dtype not in CODED_DTYPES)
-#: Devices whose tensors go as differences over messages (admission: frames of other devices are staged in host memory, and their base is
-#: not there). Over :data:`STREAM_BACKENDS` frames and bases lie on the device.
-DELTA_DEVICES = ("cpu",)
-#: Devices whose tensors go lossily, over messages (admission: only their kernels round the values of frames).
-LOSSY_DEVICES = ("cpu",)
+#: Devices whose tensors go as differences and lossily over messages (admission: frames of other devices are staged in host memory, and
+#: their base is not there; only these have kernels that round the values of frames). Over :data:`STREAM_BACKENDS` frames and bases lie on
+#: the device.
+HOST_DEVICES = ("cpu",)
 #: Smallest shard in bytes that goes as a difference (seed: the hashes cost a message each way).
 DELTA_SHARD_BYTES = 16 << 10
 
@@ -274,7 +273,7 @@ def exact_because(dtype: torch.dtype, device: str, backend: str) -> str:
     """Return the reason why a call that names a lossy codec goes exact, as a call without one; "" where the codec applies."""
     if dtype not in CODED_DTYPES:
         return f"dtype {str(dtype).removeprefix('torch.')} is never lossy"
-    if device not in LOSSY_DEVICES or backend in STREAM_BACKENDS:
+    if device not in HOST_DEVICES or backend in STREAM_BACKENDS:
         return f"no lossy kernels on {device}"
     return ""
 
@@ -358,7 +357,7 @@ def difference_dtypes(device: str, backend: str) -> tuple[torch.dtype, ...]:
     """Return the dtypes of which shards on a type of device go as differences over a backend; none where no shard does."""
     if backend not in CODED_BACKENDS.get(device, ()):
         return ()
-    takes = backend in STREAM_BACKENDS or device in DELTA_DEVICES
+    takes = backend in STREAM_BACKENDS or device in HOST_DEVICES
     return (*CODED_DTYPES, *DELTA_DTYPES) if takes else ()
 
 
@@ -372,10 +371,12 @@ def candidates(message: Message, config: ZipcclConfig, exact: bool, levels: bool
     operation is opened.
     """
     coded = admit(message, config)
-    kept = (
-        OPS[message.op].traffic == "all_to_all" and wire.keeps_repeats(config, message.role) and message.lossy is None
-    )
-    goes_by_node = levels and OPS[message.op].by_node and _may_go_by_node(message) and not kept
+    exchanged = OPS[message.op].traffic == "all_to_all"
+    kept = exchanged and wire.keeps_repeats(config, message.role) and message.lossy is None
+    # by node an all-to-all cuts the segments for the ranks of a node, laid end to end, at other elements than each segment by itself:
+    # only a codec that rounds each value by itself takes no notice
+    same_bits = message.lossy is None or isinstance(message.lossy, Round) or not exchanged
+    goes_by_node = levels and OPS[message.op].by_node and same_bits and not kept
     if config.mode_of(message.role) != "auto":
         return (replace(coded, by_node=coded.by_node or goes_by_node),)
     full = replace(coded, with_base=False)
@@ -383,12 +384,6 @@ def candidates(message: Message, config: ZipcclConfig, exact: bool, levels: bool
     if goes_by_node:
         ours += (replace(coded, by_node=True),)
     return (Decision.passing(PassReason.PLAIN_IS_FASTER), *ours) if exact else ours
-
-
-def _may_go_by_node(message: Message) -> bool:
-    """Return whether a schedule by node gives the same bits. An all-to-all by node cuts the segments for the ranks of a node, laid end to
-    end, at other elements than each segment by itself: only a codec that rounds each value by itself takes no notice."""
-    return message.lossy is None or isinstance(message.lossy, Round) or OPS[message.op].traffic != "all_to_all"
 
 
 # ---- pipelines: sends that a low-rank codec takes, and the ranks that share a weight of several stages ---------------

@@ -134,10 +134,6 @@ def _finite(number: Any) -> bool:
     return isinstance(number, (int, float)) and not isinstance(number, bool) and math.isfinite(number)
 
 
-#: The exchanges of our schedules that have several, in order.
-_ROUNDS = {"all_reduce": ("reduce_scatter", "all_gather")}
-
-
 def predict(
     op: str,
     variant: str,
@@ -185,7 +181,7 @@ def predict(
     if variant == "raw":
         ratio = 1.0
         profile = replace(profile, encode=profile.copy, decode=profile.copy, add=profile.add_raw)
-    rounds = _ROUNDS.get(op, (op,))
+    rounds = ("reduce_scatter", "all_gather") if op == "all_reduce" else (op,)
     return profile.call + sum(
         _exchange(TRAFFIC[name], nbytes, ranks, profile, ratio, piece, again=index > 0)
         for index, name in enumerate(rounds)
