@@ -13,7 +13,7 @@ import torch.distributed as dist
 from ds_zipccl import kernels
 from ds_zipccl.comm import topology
 from ds_zipccl.comm.group_state import group_state
-from ds_zipccl.comm.transport import staging
+from ds_zipccl.comm.transport import TRANSPORTS, staging
 from ds_zipccl.comm.transport.protocol import TAGS_PER_COLLECTIVE
 from ds_zipccl.comm.work import CommError
 from ds_zipccl.config import ZipcclConfig
@@ -98,19 +98,19 @@ class OpContext(Call):
         self.lossy = lossy
         self.repeats: Any = None  # of :class:`.host.repeats.memory.Repeats`, above this module
         self.peers = [(self.rank - step) % self.size for step in range(1, self.size)]
-        self.transport = state.transport(self.device, group)
-        staged = self.transport.capabilities.host_only and device.type in staging.STAGED
+        self.transport = TRANSPORTS[state.backend(self.device)](group)  # admission lets no other backend through
+        staged = self.transport.host_only and device.type in staging.STAGED
         self.staging = staging.HostStaging(device, config.route) if staged else None
         self._tag = state.next_tag() if tag is None else tag
-        if sums and state.sum_switches is None and state.backend("cpu") == state.backend(self.device):
-            state.sum_switches = self.transport.ask_sum_switches()
-        self._sum_switches = state.sum_switches
+        if sums and state.flushing is None and state.backend("cpu") == state.backend(self.device):
+            state.flushing = self.transport.ask_flushing()
+        self._flushing = state.flushing
         if rows and self.staging is None and config.route not in state.row_kernels:
             kernel_backend = kernels.preferred(config.route, self.device)
             lacking = kernels.lacking(functools.partial(kernels.row_route, kernel_backend, self.device))
             state.row_kernels[config.route] = topology.ToldTexts(group, lacking)
         self._row_kernels = state.row_kernels.get(config.route) if rows else None
-        self.backoff = state.backoff(op, role, lossy is not None)
+        self.backoff = state.backoffs[op, role, lossy is not None]
 
     def tag(self, index: int) -> int:
         """Return the tag of exchange ``index``."""
@@ -138,10 +138,10 @@ class OpContext(Call):
         Raises:
             CommError: the transport failed.
         """
-        if self._sum_switches is None:
+        if self._flushing is None:
             return [False] * self.size
         with self.naming("asking whether ranks flush denormals"):
-            return self._sum_switches.flushing_ranks()
+            return self._flushing()
 
     def has_row_kernels(self) -> bool:
         """Return whether all ranks can make and read row frames: a rank without them must not be sent one. Equal on all ranks. Blocks until

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
 from itertools import count
 from typing import Any, TypeVar, cast
 from weakref import WeakKeyDictionary
@@ -14,16 +15,8 @@ from torch._C._distributed_c10d import DebugLevel, get_debug_level
 
 from ds_zipccl import codecs
 from ds_zipccl.comm import topology, work
-from ds_zipccl.comm.transport import COLLECTIVE_TRANSPORTS, TRANSPORTS
-from ds_zipccl.comm.transport.protocol import (
-    BODY_TAGS,
-    TAGS_PER_COLLECTIVE,
-    TAGS_PER_RANGE,
-    CollectiveTransport,
-    SumSwitches,
-    TagRange,
-    Transport,
-)
+from ds_zipccl.comm.transport import COLLECTIVE_TRANSPORTS
+from ds_zipccl.comm.transport.protocol import BODY_TAGS, TAGS_PER_COLLECTIVE, TAGS_PER_RANGE, TagRange
 from ds_zipccl.policy import wire
 from ds_zipccl.policy.cost_model import DeviceProfile, LinkProfile
 
@@ -36,8 +29,11 @@ class GroupState:
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.rank = dist.get_rank(group)
         self.size = dist.get_world_size(group)
-        self._backoffs: dict[tuple[str, str, bool], wire.Backoff] = {}
-        self._lossy_numbers: dict[tuple[str, str], Iterator[int]] = {}
+        #: By operation, role, and whether frames are lossy: after a frame that did not shrink, the next ones are raw, because compressing
+        #: them is time lost. No lossless frame depends on lossy ones.
+        self.backoffs = defaultdict[tuple[str, str, bool], wire.Backoff](lambda: wire.Backoff(wire.RAW_FRAMES))
+        #: By operation and role: the numbers of the next lossy frames, from 0 on.
+        self.lossy_numbers = defaultdict[tuple[str, str], Iterator[int]](count)
         self._objects: dict[type[Any], Any] = {}
         self.nodes: list[list[int]] | None = None
         self.places: dict[int, int] = {}  # of the default group: global rank -> node
@@ -48,7 +44,9 @@ class GroupState:
         self.device_sums = "fp32"
         #: Of groups in stream order, by device and backend.
         self.device_profiles: dict[tuple[str, str], DeviceProfile] = {}
-        self.sum_switches: SumSwitches | None = None
+        self.flushing: Callable[[], Sequence[bool]] | None = (
+            None  # see :meth:`.transport.protocol.Transport.ask_flushing`
+        )
         #: By the name of the kernel backend: why ranks lack the kernels of row frames. Asked by the first operation that may have rows.
         self.row_kernels: dict[str, topology.ToldTexts] = {}
         self.hash_key: bytes | None = None  # of the default group
@@ -73,26 +71,9 @@ class GroupState:
         """Return the name of the backend of tensors on ``device``, such as "gloo"; "" where the device has no backend."""
         return self.backends.get(device, "")
 
-    def transport(self, device: str, group: dist.ProcessGroup) -> Transport:
-        """Return the transport of tensors on ``device``. Admission has made sure that their backend has a transport."""
-        return TRANSPORTS[self.backend(device)](group)
-
-    def collective_transport(self, device: str, group: dist.ProcessGroup) -> CollectiveTransport:
-        """Return the transport in stream order of tensors on ``device``."""
-        return COLLECTIVE_TRANSPORTS[self.backend(device)](group)
-
     def streams(self, device: str) -> bool:
         """Return whether the transport of tensors on ``device`` is one in stream order."""
         return self.backend(device) in COLLECTIVE_TRANSPORTS
-
-    def backoff(self, op: str, role: str, lossy: bool) -> wire.Backoff:
-        """Return the backoff of an operation's frames: after one that did not shrink, the next ones are raw, because compressing them
-        is time lost. Lossy frames have one of their own: no lossless frame depends on them."""
-        return self._backoffs.setdefault((op, role, lossy), wire.Backoff(wire.RAW_FRAMES))
-
-    def lossy_numbers(self, op: str, role: str) -> Iterator[int]:
-        """Return the numbers of an operation's lossy frames, from 0 on."""
-        return self._lossy_numbers.setdefault((op, role), count())
 
     def next_tag(self) -> int:
         """Return the first of the TAGS_PER_COLLECTIVE tags of the next collective. Every rank calls in program order."""

@@ -18,7 +18,7 @@ from ds_zipccl.comm.shadow_check import LossyShadow, Plain, Shadow
 from ds_zipccl.config import DEFAULT, ZipcclConfig
 from ds_zipccl.lossy import LossyCodec
 from ds_zipccl.ops import OPS
-from ds_zipccl.policy import admission, repeat_rules
+from ds_zipccl.policy import admission, wire
 from ds_zipccl.telemetry import counters
 
 
@@ -149,8 +149,8 @@ class Request:
         """Return whether the call may repeat messages of a forward pass, see :mod:`.host.repeats.memory`: autograd runs a backward pass in
         this thread. Equal on all ranks, which run one program. A forward pass outside of a backward pass says no, with and without
         gradients."""
-        keeps = self.op in repeat_rules.OPS and self.base is None
-        return keeps and repeat_rules.keeps(self.options.config, self.options.role) and in_backward_pass()
+        keeps = self.op in wire.REPEATED_OPS and self.base is None
+        return keeps and wire.keeps_repeats(self.options.config, self.options.role) and in_backward_pass()
 
     @property
     def plain_sums(self) -> bool:

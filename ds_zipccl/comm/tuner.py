@@ -27,16 +27,13 @@ from ds_zipccl.policy import trial
 from ds_zipccl.policy.admission import Decision
 from ds_zipccl.policy.cost_model import LinkProfile
 
-#: on_choice(text): counts a choice for the telemetry table.
-OnChoice = Callable[[str], None]
-
 
 class Tuner:
     """The choice between ``candidates`` for one kind of message on one group. Every rank calls in program order.
 
     A tuner lives as long as the group, and must keep neither the group nor an operation's tensors alive. Estimates are seconds for
     ``nominal`` bytes, because messages of one kind may differ in size. ``exchanging``: all-to-alls, whose first trial goes in rounds.
-    ``profile``: of the link, from which the candidates follow.
+    ``profile``: of the link, from which the candidates follow. ``on_choice`` is called with the text of every choice.
 
     ``decided``: what a call has just decided from, for the caller to take: the agreed seconds of the plain collective, nan where it was not
     tried, and whether all ranks had met.
@@ -45,7 +42,7 @@ class Tuner:
     def __init__(
         self,
         candidates: Sequence[Decision],
-        on_choice: OnChoice,
+        on_choice: Callable[[str], None],
         nominal: int,
         exchanging: bool = False,
         profile: LinkProfile | None = None,

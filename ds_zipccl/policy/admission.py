@@ -3,7 +3,7 @@ that are equal on every rank of the group."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 
@@ -13,7 +13,7 @@ from ds_zipccl.config import ROLES, ZipcclConfig
 from ds_zipccl.frame import DTYPE_IDS
 from ds_zipccl.lossy import LossyCodec, Round
 from ds_zipccl.ops import OPS
-from ds_zipccl.policy import repeat_rules
+from ds_zipccl.policy import wire
 
 #: Reductions that our schedules compute (admission: other reductions are not sums of decompressed frames).
 CODED_REDUCE_OPS = ("SUM", "AVG")
@@ -29,11 +29,10 @@ DELTA_DTYPES = (torch.int8, torch.uint8, torch.bool, torch.int32, torch.int64, t
 #: dtypes that sends take, and that no codec without a base makes smaller: of masks and token numbers (admission: a frame names them, and
 #: gloo's sends take every dtype).
 SIDE_DTYPES = tuple(dtype for dtype in DTYPE_IDS if dtype not in CODED_DTYPES)
-#: Devices whose tensors go as differences over messages (admission: frames of other devices are staged in host memory, and their base is
-#: not there). Over :data:`STREAM_BACKENDS` frames and bases lie on the device.
-DELTA_DEVICES = ("cpu",)
-#: Devices whose tensors go lossily, over messages (admission: only their kernels round the values of frames).
-LOSSY_DEVICES = ("cpu",)
+#: Devices whose tensors go as differences and lossily over messages (admission: frames of other devices are staged in host memory, and
+#: their base is not there; only these have kernels that round the values of frames). Over :data:`STREAM_BACKENDS` frames and bases lie on
+#: the device.
+HOST_DEVICES = ("cpu",)
 #: Smallest shard in bytes that goes as a difference (seed: the hashes cost a message each way).
 DELTA_SHARD_BYTES = 16 << 10
 
@@ -285,7 +284,7 @@ def exact_because(dtype: torch.dtype, device: str, backend: str) -> str:
     """Return the reason why a call that names a lossy codec goes exact, as a call without one; "" where the codec applies."""
     if dtype not in CODED_DTYPES:
         return f"dtype {str(dtype).removeprefix('torch.')} is never lossy"
-    if device not in LOSSY_DEVICES or backend in STREAM_BACKENDS:
+    if device not in HOST_DEVICES or backend in STREAM_BACKENDS:
         return f"no lossy kernels on {device}"
     return ""
 
@@ -369,7 +368,7 @@ def difference_dtypes(device: str, backend: str) -> tuple[torch.dtype, ...]:
     """Return the dtypes of which shards on a type of device go as differences over a backend; none where no shard does."""
     if backend not in CODED_BACKENDS.get(device, ()):
         return ()
-    takes = backend in STREAM_BACKENDS or device in DELTA_DEVICES
+    takes = backend in STREAM_BACKENDS or device in HOST_DEVICES
     return (*CODED_DTYPES, *DELTA_DTYPES) if takes else ()
 
 
@@ -383,10 +382,12 @@ def candidates(message: Message, config: ZipcclConfig, exact: bool, levels: bool
     operation is opened.
     """
     coded = admit(message, config)
-    kept = (
-        OPS[message.op].traffic == "all_to_all" and repeat_rules.keeps(config, message.role) and message.lossy is None
-    )
-    goes_by_node = levels and OPS[message.op].by_node and _may_go_by_node(message) and not kept
+    exchanged = OPS[message.op].traffic == "all_to_all"
+    kept = exchanged and wire.keeps_repeats(config, message.role) and message.lossy is None
+    # by node an all-to-all cuts the segments for the ranks of a node, laid end to end, at other elements than each segment by itself:
+    # only a codec that rounds each value by itself takes no notice
+    same_bits = message.lossy is None or isinstance(message.lossy, Round) or not exchanged
+    goes_by_node = levels and OPS[message.op].by_node and same_bits and not kept
     if config.mode_of(message.role) != "auto":
         return (replace(coded, by_node=coded.by_node or goes_by_node),)
     full = replace(coded, with_base=False)
@@ -396,7 +397,39 @@ def candidates(message: Message, config: ZipcclConfig, exact: bool, levels: bool
     return (Decision.passing(PassReason.PLAIN_IS_FASTER), *ours) if exact else ours
 
 
-def _may_go_by_node(message: Message) -> bool:
-    """Return whether a schedule by node gives the same bits. An all-to-all by node cuts the segments for the ranks of a node, laid end to
-    end, at other elements than each segment by itself: only a codec that rounds each value by itself takes no notice."""
-    return message.lossy is None or isinstance(message.lossy, Round) or OPS[message.op].traffic != "all_to_all"
+# ---- pipelines: sends that a low-rank codec takes, and the ranks that share a weight of several stages ---------------
+
+
+def compresses(stage: int, stages: int, micro_batches: int, index: int) -> bool:
+    """Return whether the gradient that a stage sends backward for a micro-batch is one of its epilogue, after the stage's last forward.
+
+    The earlier stage has nothing else to do then but wait for that message. Both ends of a link can compute the rule from the index of
+    the micro-batch. A count of own forwards cannot serve the receiver: one more gradient arrives there after its own last forward.
+    Published as "epilogue-only compression" (Optimus-CC, ASPLOS 2023).
+
+    Args:
+        stage: the sending stage, 1 to ``stages`` - 1.
+        stages: number of stages.
+        micro_batches: micro-batches of one optimizer step.
+        index: of the micro-batch in the order of the sends, from 0.
+    """
+    return index >= micro_batches - (stages - stage)
+
+
+def sharing_ranks(coordinates: Sequence[Mapping[str, int]], stages: Sequence[int]) -> list[list[int]]:
+    """Return the groups of ranks that hold the same values of a weight that ``stages`` share: all data-parallel ranks of the stages. Ranks
+    with different coordinates on another axis, such as tensor parallelism, hold different parts of the weight and are in different groups.
+
+    Args:
+        coordinates: of each rank, its place on each axis; "pipe" and "data" are two of them.
+        stages: places on the axis "pipe".
+
+    Returns:
+        Ranks in ascending order, groups in the order of their first ranks.
+    """
+    groups: dict[tuple[tuple[str, int], ...], list[int]] = {}
+    for rank, place in enumerate(coordinates):
+        if place["pipe"] in stages:
+            others = tuple(sorted((axis, at) for axis, at in place.items() if axis not in ("pipe", "data")))
+            groups.setdefault(others, []).append(rank)
+    return list(groups.values())

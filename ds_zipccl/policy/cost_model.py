@@ -16,11 +16,11 @@ from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ds_zipccl.config import DEFAULT
+from ds_zipccl.lossy import Int, LossyCodec, Round, TacoFp8, Zfp
 from ds_zipccl.ops import OPS, TRAFFIC, Traffic
-from ds_zipccl.policy import lossy_sizes
 
 if TYPE_CHECKING:
     from ds_zipccl.policy.admission import Decision, Message
@@ -134,10 +134,6 @@ def _finite(number: Any) -> bool:
     return isinstance(number, (int, float)) and not isinstance(number, bool) and math.isfinite(number)
 
 
-#: The exchanges of our schedules that have several, in order.
-_ROUNDS = {"all_reduce": ("reduce_scatter", "all_gather")}
-
-
 def predict(
     op: str,
     variant: str,
@@ -185,7 +181,7 @@ def predict(
     if variant == "raw":
         ratio = 1.0
         profile = replace(profile, encode=profile.copy, decode=profile.copy, add=profile.add_raw)
-    rounds = _ROUNDS.get(op, (op,))
+    rounds = ("reduce_scatter", "all_gather") if op == "all_reduce" else (op,)
     return profile.call + sum(
         _exchange(TRAFFIC[name], nbytes, ranks, profile, ratio, piece, again=index > 0)
         for index, name in enumerate(rounds)
@@ -258,12 +254,58 @@ def _coded_ratio(message: Message) -> float:
         return ratio
     bits = 8 * words.itemsize
     name = str(words).removeprefix("torch.")
-    return float(bits / lossy_sizes.expected(message.lossy, name, bits / ratio).bits)
+    return float(bits / lossy_size(message.lossy, name, bits / ratio).bits)
 
 
 def typical_ratio(dtype: Any) -> float:
     """Return the ratio of near-Gaussian tensors of a dtype; 1 for a dtype that is not coded."""
     return TYPICAL_RATIO.get(str(dtype).removeprefix("torch."), 1.0)
+
+
+# ---- lossy codecs ----------------------------------------------------------------------------------------------------
+
+#: Mantissa bits by dtype, torch's names.
+_MANTISSA = {"bfloat16": 7, "float16": 10, "float32": 23}
+#: Relative L2 error of ``round`` with k bits is this times 2^-k (derived: rounding errors uniform, mantissas log-uniform).
+_ROUND_ERROR = 0.212
+#: Bits of a float8 code after a Hadamard transform and a lossless stage (measured: the transform makes all tensors alike).
+_TRANSFORMED_BITS = 6.70
+_TACO_MANTISSA = 3
+_TACO_ERROR = 0.0265
+_INT_ERRORS = {8: 0.0065, 6: 0.0266, 4: 0.118}
+#: Error of ``zfp`` at 8 bits a value; every further bit halves the error (measured on normal values).
+_ZFP_ERROR_AT_8 = 0.055
+
+
+class LossySize(NamedTuple):
+    """Bits per value of the frames, and relative L2 error of one rounding."""
+
+    bits: float
+    error: float
+
+
+def lossy_size(codec: LossyCodec, dtype: str, lossless_bits: float) -> LossySize:
+    """Return the expected size of a dense tensor, such as gradients and activations of a transformer, by a codec that codes no matrices.
+
+    The rules reproduce measurements on tensors of a GPT of 11M parameters within 2%. ``analyze --lossy`` measures your tensors.
+
+    Args:
+        dtype: torch's name of a dtype of :data:`_MANTISSA`.
+        lossless_bits: bits a value of the lossless codec on the same tensor.
+    """
+    if isinstance(codec, Round):
+        # The lossless coding sends the mantissa whole: every bit that rounding clears is a bit less. No more is cleared than there is.
+        cleared = max(0, _MANTISSA[dtype] - codec.mantissa)
+        return LossySize(lossless_bits - cleared, _ROUND_ERROR * 2.0**-codec.mantissa if cleared else 0.0)
+    if isinstance(codec, TacoFp8):
+        left = lossless_bits - max(0, _MANTISSA[dtype] - _TACO_MANTISSA)
+        bits = _TRANSFORMED_BITS if codec.hadamard else min(8.0, left)
+        return LossySize(bits + 8 / codec.group, _TACO_ERROR)
+    if isinstance(codec, Int):
+        return LossySize(codec.bits + 16 / codec.group, _INT_ERRORS[codec.bits])
+    if isinstance(codec, Zfp):
+        return LossySize(float(codec.rate), _ZFP_ERROR_AT_8 * 2.0 ** (8 - codec.rate))
+    raise ValueError(f"the size of frames of {type(codec).__name__} is not known")
 
 
 # ---- sends -----------------------------------------------------------------------------------------------------------

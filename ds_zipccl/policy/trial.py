@@ -13,8 +13,9 @@ from __future__ import annotations
 import math
 import statistics
 from abc import ABC, abstractmethod
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from itertools import count
 from typing import NamedTuple, TypeVar
 
 #: Another candidate must take less than this share of the current candidate's time (seed: above the noise of medians of three).
@@ -279,17 +280,6 @@ class Comparison(NamedTuple):
     coded: float = math.inf
     ahead: float = 0.0
 
-    def favors(self, rival: int, ahead: float) -> bool:
-        """Return whether the schedule ``rival`` is faster than the other one, and ``ahead`` by so many standard deviations."""
-        lead = self.ahead if rival == CODED else -self.ahead
-        return choose(1 - rival, (self.plain, self.coded), STEP_HYSTERESIS) == rival and lead >= ahead
-
-    def steps_to_probe(self, chosen: int) -> int:
-        """Return the steps until the next probe: its slower steps cost at most :data:`PROBE_SHARE`."""
-        now, then = (self.plain, self.coded) if chosen == PLAIN else (self.coded, self.plain)
-        lost = PROBE_WINDOWS * (SETTLE_STEPS + WINDOW_STEPS) * max(1.0, then / now - 1.0 if now < math.inf else 1.0)
-        return math.ceil(lost / PROBE_SHARE)
-
 
 def compare(plain: Sequence[float], coded: Sequence[float]) -> Comparison:
     """Compare the schedules by the seconds of their steps. A time that is not finite and above 0 does not count."""
@@ -319,28 +309,57 @@ class StepTrial(Trial):
                 steps += [Turn(schedule)] * SETTLE_STEPS + [Turn(schedule, timed=True)] * WINDOW_STEPS
             times = yield from self._time(steps + [Turn(self.chosen)] * DELAY_STEPS)
             self.last = compare(times[PLAIN], times[CODED])
-            better = self.last.favors(rival, ahead)
+            *seconds, lead = self.last
+            lead *= 1 if rival == CODED else -1
+            better = lead >= ahead and choose(self.chosen, seconds, STEP_HYSTERESIS) == rival
             if better and windows == PROBE_WINDOWS:
                 pause, windows, ahead = 0, TRIAL_WINDOWS, AHEAD_IN_TRIAL
                 continue
             self.chosen = rival if better else self.chosen
-            pause, windows, ahead = self.last.steps_to_probe(self.chosen), PROBE_WINDOWS, AHEAD_IN_PROBE
+            now, then = seconds[self.chosen], seconds[1 - self.chosen]
+            lost = PROBE_WINDOWS * (SETTLE_STEPS + WINDOW_STEPS) * max(1.0, then / now - 1.0 if now < math.inf else 1.0)
+            pause, windows, ahead = math.ceil(lost / PROBE_SHARE), PROBE_WINDOWS, AHEAD_IN_PROBE
 
 
 # ---- sends -----------------------------------------------------------------------------------------------------------
 
-#: Sends of each way whose times count (seed: their median bears three disturbed ones), and sends between two further trials.
+#: Times of each schedule that count, the latest ones (seed: their median bears three disturbed ones), and sends between two further trials.
 TRIAL_SENDS, SENDS_BETWEEN_TRIALS = 7, 64
 
 
-def next_trial(trials: int, send: int) -> bool | None:
-    """Return whether the trial that send number ``send`` is goes raw; None where it is no trial. ``trials``: those so far.
+class SendTrial(Trial):
+    """The choice between coded (0) and raw (1) sends from one rank to another. The receiver reports times one by one, in any order, and
+    perhaps not at all. The sender judges alone.
 
-    Both ways take turns, first one way first and then the other, so that a slow change of the link meets both alike.
+    ``sends``: turns so far. ``medians``: seconds of both schedules when they were judged last; empty before.
     """
-    if trials >= 2 * TRIAL_SENDS and send % SENDS_BETWEEN_TRIALS:
-        return None
-    return (False, True, True, False)[trials % 4]
+
+    def __init__(self) -> None:
+        self.sends, self.medians = 0, list[float]()
+        self._seconds = [deque[float](maxlen=TRIAL_SENDS) for _ in range(2)]
+        super().__init__(0)
+
+    def _plan(self) -> Iterator[Turn]:
+        """Yield timed turns, and later one in :data:`SENDS_BETWEEN_TRIALS`. Both schedules take turns, first one first and then the other,
+        so that a slow change of the link meets both alike."""
+        for timed in count():
+            self.sends += 1
+            while timed >= 2 * TRIAL_SENDS and self.sends % SENDS_BETWEEN_TRIALS:
+                yield Turn(self.chosen)
+                self.sends += 1
+            yield Turn((0, 1, 1, 0)[timed % 4], timed=True)
+
+    def judge(self, reported: Sequence[tuple[int, float]]) -> bool:
+        """Choose by (schedule, seconds) of turns that were timed, if both schedules have enough times. Return whether the choice is new."""
+        for schedule, seconds in reported:
+            if 0 < seconds < math.inf:
+                self._seconds[schedule].append(seconds)
+        if min(map(len, self._seconds)) < TRIAL_SENDS:
+            return False
+        before = self.chosen if self.medians else None
+        self.medians = [statistics.median(times) for times in self._seconds]
+        self.chosen = choose(before, self.medians)
+        return self.chosen != before
 
 
 # ---- sizes of a measurement ------------------------------------------------------------------------------------------

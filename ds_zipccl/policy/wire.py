@@ -1,12 +1,18 @@
-"""The sizes of a message's fragments, and the codec of each frame. Pure: numbers in, numbers out."""
+"""The sizes of a message's fragments, and the codec of each frame: repeats and rows too. Pure: numbers in, numbers out.
+
+The sender decides alone what a frame names: its codec, its block, its rows. Both ends decide the rest alike, without asking.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+from ds_zipccl.config import ZipcclConfig
 from ds_zipccl.frame import CHUNK_BLOCKS
+from ds_zipccl.ops import OPS
 
-#: A segment smaller than this many bytes goes into a raw frame (seed: below, compressing costs more time than it saves).
+#: A segment smaller than this many bytes goes into a raw frame (seed: below, compressing costs more time than it saves), and is not kept
+#: for recomputations: a hash would save little.
 RAW_BELOW_BYTES = 4096
 #: Segments smaller than this many bytes are compressed in one call (seed: with larger segments, sending the first while the next is
 #: compressed saves more).
@@ -179,3 +185,79 @@ def device_sum_fragment(numel: int, itemsize: int, nodes: int, budget: int) -> i
     """Return the elements of each fragment of a part of ``numel`` elements. A fragment has slots sent and received for every node."""
     nbytes = device_fragment_bytes(numel * itemsize * nodes, budget // 2)
     return max(1, nbytes // nodes // itemsize // FRAGMENT_UNIT) * FRAGMENT_UNIT
+
+
+# ---- messages of a forward pass that a recomputation repeats ---------------------------------------------------------
+
+#: Roles whose messages a recomputation repeats: those of collectives inside of layers.
+REPEATED_ROLES = ("ep", "sp", "tp")
+#: Their operations.
+REPEATED_OPS = frozenset(("all_gather", "reduce_scatter", "all_to_all", "all_reduce", "all_gather_into_tensor")) | {
+    "reduce_scatter_tensor", "all_to_all_single", "all_reduce_coalesced",
+}  # fmt: skip
+#: Messages of one kind in a backward pass, one after the other, that repeat nothing, before the next ones are not hashed; and the number of
+#: those (seed: layers mix a few repeats with more gradients; a hash costs a third of coding).
+REPEAT_MISSES, UNHASHED = 32, 15
+
+
+def keeps_repeats(config: ZipcclConfig, role: str, kind: str = "") -> bool:
+    """Return whether messages of a role and kind are kept, or may repeat kept ones. Gradients of rows of experts never do, nor do the sums
+    that are the same on all ranks."""
+    return (
+        config.recompute_base != "off" and role in REPEATED_ROLES and not kind.endswith(".bwd") and kind != "replicated"
+    )
+
+
+def kept_bytes(config: ZipcclConfig, ranks: int) -> int:
+    """Return the most bytes of segments that are kept of one direction between two ranks of a group of ``ranks``."""
+    return (config.recompute_base_mib << 20) // max(1, ranks - 1)
+
+
+# ---- expert traffic in rows ------------------------------------------------------------------------------------------
+
+#: Rows of fewer bytes are not searched (seed: a search costs as much as coding 64 bytes, and a distance takes some of them).
+LEAST_ROW_BYTES = 64
+#: Most bytes that a search takes for each row of a segment.
+SEARCH_BYTES = 20
+#: Messages that are not searched after a search without a find (seed: one useless search in so many messages costs little).
+UNSEARCHED = 15
+#: Searches without a find in a row before that, for messages of a known kind, and for messages that may be of all kinds of a layer in turn.
+SEARCH_MISSES, MISSES_OF_UNKNOWN = 1, 4
+
+#: Bytes and maps that a rank remembers of a group (seed: some 60 layers of 20000 repeated rows, 8 bytes each).
+MAP_BYTES, MAPS = 32 << 20, 4096
+#: Newest maps that are tried on a segment (seed: the MoE layers and micro-batches in flight of a pipeline's stage).
+MAP_TRIALS = 16
+#: Rows of a map that a trial compares, and words that it compares of each row (seed: a map of other rows fits no row).
+TRIAL_ROWS, TRIAL_WORDS = 24, 32
+#: Share of compared words that a good prediction misses by at most 1, and share of compared rows with a good prediction (seed: gradients of
+#: one token reach 0.99 of the words; other rows reach 0.01).
+GOOD_WORDS, GOOD_ROWS = 0.5, 0.5
+#: Copies of a row beyond which the row marks empty places, not a token that goes to several experts (seed: routers choose up to 8).
+COPIES = 16
+#: One row in so many must repeat for the map to be remembered (seed: a smaller map saves less than its trials cost).
+WORTH_REMEMBERING = 32
+
+_ROW_BLOCKS = (128, 256, 512)
+#: Least block that a sender of expert traffic may choose.
+LEAST_BLOCK = _ROW_BLOCKS[0]
+
+
+def may_have_rows(config: ZipcclConfig, op: str, role: str, codec: str) -> bool:
+    """Return whether row frames may carry an operation's tensors, where all ranks have their kernels; equal on all ranks."""
+    return role == "ep" and OPS[op].traffic == "all_to_all" and config.rows != "off" and codec != "raw"
+
+
+def row_block(configured: int, width: int, kind: str) -> int:
+    """Return the block size of a message in rows of ``width`` elements.
+
+    A block of one row follows the scales of gradients, which differ from row to row. Rows of the forward pass have much the same scale:
+    there the larger block has less overhead.
+    """
+    backward = not kind or kind.endswith(".bwd")
+    return min(configured, width) if width in _ROW_BLOCKS and backward else configured
+
+
+def search_fits(rows: Sequence[int], staging_mib: int) -> bool:
+    """Return whether the searches of segments of ``rows`` rows fit the memory for frames, ``staging_mib`` MiB."""
+    return SEARCH_BYTES * sum(rows) <= staging_mib << 20

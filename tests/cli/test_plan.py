@@ -31,10 +31,10 @@ from ds_zipccl.policy.cost_model import (
     LinkProfile,
     Topology,
     coded_seconds,
+    lossy_size,
     plain_seconds,
     predict,
 )
-from ds_zipccl.policy.lossy_sizes import expected
 
 FAST = LinkProfile(((1.0, 1e-5), (1e9, 1.0)), 1e12, 1e12, 1e12, 1e12, 1e12, 1e-6)
 #: The same over a network of 10 Gbit/s.
@@ -334,18 +334,18 @@ MEASURED: list[tuple[LossyCodec, tuple[float, float, float], float]] = [
 @pytest.mark.parametrize(("codec", "bits", "error"), MEASURED, ids=str)
 def test_expected_sizes_are_the_measured_ones(codec: LossyCodec, bits: tuple[float, ...], error: float) -> None:
     for lossless, wanted in zip(LOSSLESS, bits, strict=True):
-        found = expected(codec, "bfloat16", lossless)
+        found = lossy_size(codec, "bfloat16", lossless)
         assert found.bits == pytest.approx(wanted, rel=0.02)
         assert found.error == pytest.approx(error, rel=0.06)
 
 
 def test_expected_sizes_of_other_dtypes() -> None:
     """Rounded values have as many bits in every dtype; nothing is cleared where the mantissa is short."""
-    assert {expected(Round(2), dtype, 3 + bits).bits for dtype, bits in (("float16", 10), ("float32", 23))} == {5}
-    assert expected(Zfp(12), "float32", 26).bits == 12
-    assert expected(Zfp(12), "float32", 26).error == pytest.approx(3.4e-3, rel=0.02)
+    assert {lossy_size(Round(2), dtype, 3 + bits).bits for dtype, bits in (("float16", 10), ("float32", 23))} == {5}
+    assert lossy_size(Zfp(12), "float32", 26).bits == 12
+    assert lossy_size(Zfp(12), "float32", 26).error == pytest.approx(3.4e-3, rel=0.02)
     with pytest.raises(ValueError, match="the size of frames of LossyCodec is not known"):
-        expected(LossyCodec(), "bfloat16", 11)
+        lossy_size(LossyCodec(), "bfloat16", 11)
 
 
 @pytest.mark.parametrize("stage", ["1", "2", "3"])

@@ -487,21 +487,26 @@ def trials_do_not_need_the_receivers_wait(rank: int, ranks: int) -> None:
 
 
 def test_trials_take_turns() -> None:
-    trials, found = 0, ""
-    for call in range(1, 300):
-        raw = trial.next_trial(trials, call)
-        found += "." if raw is None else "cu"[raw]
-        trials += raw is not None
+    sends = trial.SendTrial()
+    turns = [sends.next_turn() for _ in range(299)]
+    found = "".join("cu"[turn.schedule] if turn.timed else "." for turn in turns)
     first, rest = found[: 2 * trial.TRIAL_SENDS], found[2 * trial.TRIAL_SENDS :]
     assert sorted(first) == ["c"] * trial.TRIAL_SENDS + ["u"] * trial.TRIAL_SENDS
     assert first[:6] == "cuuccu" and sorted(rest.replace(".", "")) == ["c", "c", "u", "u"], found
 
 
 def test_noise_does_not_move_the_choice() -> None:
-    """Of coded and raw sends: the first choice is the faster one, a later one must be clearly faster."""
-    assert trial.choose(None, (2.0, 1.9)) and not trial.choose(None, (1.9, 2.0))
-    assert not trial.choose(False, (2.0, 1.96)) and trial.choose(False, (2.0, 1.8))
-    assert trial.choose(True, (1.96, 2.0)) and not trial.choose(True, (1.8, 2.0))
+    """Of coded and raw sends: the first choice is the faster one, a later one must be clearly faster; times that cannot be do not count."""
+    sends = trial.SendTrial()
+    for coded, raw, judged, chosen in (
+        (2.0, 1.9, True, 1),
+        (1.85, 1.9, False, 1),
+        (1.8, 1.9, True, 0),
+        (1.8, 1.75, False, 0),
+    ):
+        reported = [(0, coded), (1, raw), (0, math.nan), (1, math.inf), (0, -1.0), (1, 0.0)] * trial.TRIAL_SENDS
+        assert (sends.judge(reported), sends.chosen) == (judged, chosen)
+    assert not trial.SendTrial().judge([(0, 2.0)] * trial.TRIAL_SENDS + [(1, 1.0)] * (trial.TRIAL_SENDS - 1))
 
 
 @runner.together(2, full="it sleeps beyond a timeout")

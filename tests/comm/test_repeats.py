@@ -34,7 +34,7 @@ from ds_zipccl.comm.host.repeats.memory import Places, RepeatMemory, Words
 from ds_zipccl.comm.transport.protocol import TagRange
 from ds_zipccl.config import ZipcclConfig
 from ds_zipccl.frame import CodecId, parse
-from ds_zipccl.policy import repeat_rules
+from ds_zipccl.policy import wire
 from ds_zipccl.policy.admission import SIDE_DTYPES, Message, candidates
 from ds_zipccl.telemetry import counters
 
@@ -140,7 +140,7 @@ def programs(
     flying: list[Callable[[], None]] = []
     with pytest.MonkeyPatch.context() as patch, posted() as frames:
         in_fragments(patch)
-        patch.setattr(repeat_rules, "most", lambda config, ranks: limit_kib << 10)
+        patch.setattr(wire, "kept_bytes", lambda config, ranks: limit_kib << 10)
         if plant is not None:
             plant(patch, rank)
         for turn in range(turns):
@@ -181,8 +181,8 @@ def hash_of_the_first_half(patch: pytest.MonkeyPatch, rank: int) -> None:
 
 
 def earlier_eviction_on_one_rank(patch: pytest.MonkeyPatch, rank: int) -> None:
-    limit = repeat_rules.most
-    patch.setattr(repeat_rules, "most", lambda *given: limit(*given) // (2 if rank == 0 else 1))
+    limit = wire.kept_bytes
+    patch.setattr(wire, "kept_bytes", lambda *given: limit(*given) // (2 if rank == 0 else 1))
 
 
 def fragments_in_reverse(patch: pytest.MonkeyPatch, rank: int) -> None:
@@ -330,7 +330,7 @@ def hashed(rank: int, ranks: int) -> None:
         patch.setattr(FrameCoder, "hash", lambda self, words: hashes.append(words) or whole(self, words))
         sends(rank, forward, config, again=False)
         counts = []
-        for turns in (repeat_rules.MISSES, repeat_rules.UNHASHED, 1):
+        for turns in (wire.REPEAT_MISSES, wire.UNHASHED, 1):
             hashes.clear()
             for turn in range(turns):
                 sends(rank, even("all_reduce", ranks, 40, 100 + turn), config, again=True)
@@ -549,7 +549,7 @@ def known_frames_are_refused(rank: int, ranks: int) -> None:
     for tag, tensor, said in ((0, mask, "MISMATCH"), (0, mask, ""), (0, floats, ""), (5, numbers, "")):
         with pytest.raises(comm.CommError, match=f"frame from global rank 0 refused.*{said}"):
             comm.recv(torch.zeros_like(tensor), 0, None, tag, config=CODED)
-        copies.drop(kind)
+        copies._found.pop(kind, None)
 
 
 @runner.together(2)

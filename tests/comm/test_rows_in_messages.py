@@ -27,7 +27,7 @@ from ds_zipccl.comm.host.rows.coder import RowCoder
 from ds_zipccl.comm.host.rows.memory import MapKey, RowMemory, RowPairs
 from ds_zipccl.config import ZipcclConfig
 from ds_zipccl.frame import CodecId, parse
-from ds_zipccl.policy import row_rules, wire
+from ds_zipccl.policy import wire
 
 KINDS = ("dispatch", "combine", "combine.bwd", "dispatch.bwd", "")
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -380,7 +380,7 @@ def test_damaged_row_frames(tmp_path: Path, name: str) -> None:
 
 
 def test_backoff() -> None:
-    patient = wire.Backoff(row_rules.UNSEARCHED, patience=2)
+    patient = wire.Backoff(wire.UNSEARCHED, patience=2)
     patient.note(False)
     assert not patient.skips()
     patient.note(True)
@@ -397,7 +397,7 @@ def test_memory_of_maps() -> None:
         memory.remember(key, pairs)
     memory.remember(other, maps[0])
     newest = memory.newest(key)
-    assert [int(pairs.rows) for _, pairs in newest] == list(range(29, 29 - row_rules.MAP_TRIALS, -1))
+    assert [int(pairs.rows) for _, pairs in newest] == list(range(29, 29 - wire.MAP_TRIALS, -1))
     memory.forget(newest[0][0])
     memory.forget(newest[0][0])
     assert int(memory.newest(key)[0][1].rows) == 28 and len(memory.newest(other)) == 1
@@ -405,7 +405,7 @@ def test_memory_of_maps() -> None:
 
 
 def test_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(row_rules, "MAP_BYTES", 80)
+    monkeypatch.setattr(wire, "MAP_BYTES", 80)
     memory, key = RowMemory(), MapKey(0, 100, 10)
     pairs = RowPairs(torch.zeros(3, dtype=torch.int32), torch.zeros(3, dtype=torch.int32))
     numbers = []

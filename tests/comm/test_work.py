@@ -390,7 +390,7 @@ def refused(rank: int) -> None:
     to_peer(side, rank)
     state = group_state(None)
     assert state is not None
-    known.inbox(state, 0).copies(1 - rank).drop((torch.int64, NUMEL))
+    known.inbox(state, 0).copies(1 - rank)._found.pop((torch.int64, NUMEL))
     handle = comm.isend(side(), 1 - rank, config=CODED)
     with contextlib.suppress(comm.CommError):
         comm.recv(torch.zeros_like(side()), 1 - rank, config=CODED)

@@ -14,7 +14,7 @@ from backend_programs import found
 from ds_zipccl.config import ConfigError, parse_section
 from ds_zipccl.integration.job import Job
 from ds_zipccl.integration.lossy import fused_embedding
-from ds_zipccl.policy.pipeline_rules import sharing_ranks
+from ds_zipccl.policy.admission import sharing_ranks
 
 ON = {"mode": "always", "min_bytes": 1024, "fused_embedding": True}
 POWER = {"codec": "powersgd", "rank": 4, "start_step": 0, "stages": 1}

@@ -18,7 +18,7 @@ from ds_zipccl.integration import hooks
 from ds_zipccl.integration.lossy import pipeline
 from ds_zipccl.integration.lossy import state as lossy_state
 from ds_zipccl.lossy import LowRank
-from ds_zipccl.policy.pipeline_rules import compresses
+from ds_zipccl.policy.admission import compresses
 from ds_zipccl.role_settings import RoleSettings
 from ds_zipccl.telemetry import counters
 

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from sim import streams
 
-from ds_zipccl.comm.device import calibration, choice, clock
+from ds_zipccl.comm.device import calibration, choice
 from ds_zipccl.comm.device.context import DeviceContext
 from ds_zipccl.comm.group_state import device_profile, group_state, of_all_groups, resolve_group
 from ds_zipccl.config import ConfigError, ZipcclConfig
@@ -166,7 +166,7 @@ def test_frames_stay_where_they_are_faster(route: CudaBackend, monkeypatch: pyte
 
 def test_a_rank_that_goes_by_its_own_times_is_noticed(route: CudaBackend, monkeypatch: pytest.MonkeyPatch) -> None:
     def own(ctx: Any, nanoseconds: list[int]) -> list[float]:
-        agreed = clock.agreed_seconds(ctx, nanoseconds)
+        agreed = calibration.agreed_seconds(ctx, nanoseconds)
         return [one / 1e9 for one in nanoseconds] if ctx.rank == 0 else agreed
 
     monkeypatch.setattr(choice, "agreed_seconds", own)
@@ -291,16 +291,16 @@ def test_marks_that_were_not_made_or_reached_are_unknown(route: CudaBackend) -> 
 def unknown_marks(rank: int, ranks: int) -> None:
     config = ZipcclConfig(enabled=True, **AUTO)
     ctx = DeviceContext("step", resolve_group(None), config, "dp", "cascade", torch.device("cuda", rank))
-    first, flag = clock.mark(ctx.device), streams.Flag()
+    first, flag = calibration.mark(ctx.device), streams.Flag()
     flag.wait()
-    behind = clock.Span(first, clock.mark(ctx.device))
+    behind = calibration.Span(first, calibration.mark(ctx.device))
     assert behind.nanoseconds() == 1 << 62  # the device has not come to it
     flag.set()
-    assert clock.Span(None, first).nanoseconds() == 1 << 62
-    own = clock.Span(7, 9 if rank else 10).nanoseconds()
-    assert clock.agreed_seconds(ctx, [own, 5 if rank else 1 << 62]) == [3e-9, float("inf")]
+    assert calibration.Span(None, first).nanoseconds() == 1 << 62
+    own = calibration.Span(7, 9 if rank else 10).nanoseconds()
+    assert calibration.agreed_seconds(ctx, [own, 5 if rank else 1 << 62]) == [3e-9, float("inf")]
     assert behind.nanoseconds() < 1 << 62
-    assert calibration._median(ctx, [clock.Span(7, 7)] * 3) == 1e-6, "the clock stood still"
+    assert calibration._median(ctx, [calibration.Span(7, 7)] * 3) == 1e-6, "the clock stood still"
 
 
 def test_speeds_are_slopes() -> None:

@@ -16,8 +16,7 @@ from ds_zipccl.cli.planning.operations import CHANGED, CODED, COPIED, EXPONENTS,
 from ds_zipccl.cli.planning.speeds import DeviceCodec, Network, behind
 from ds_zipccl.ops import TRAFFIC
 from ds_zipccl.policy import cost_model
-from ds_zipccl.policy.cost_model import GATHER, SUM, DeviceProfile, LinkProfile, Topology
-from ds_zipccl.policy.lossy_sizes import expected
+from ds_zipccl.policy.cost_model import GATHER, SUM, DeviceProfile, LinkProfile, Topology, lossy_size
 
 Row = dict[str, Any]
 
@@ -70,7 +69,7 @@ def about_lossy(args: argparse.Namespace, exponents: Coding) -> str:
 def _lossy_bits(args: argparse.Namespace, exponents: Coding) -> tuple[float, float]:
     """Bits per value and relative error of lossy gradients."""
     lossless = 8 * step.ITEMSIZE[args.dtype] / exponents.ratio
-    found = expected(args.gradients, args.dtype, lossless)
+    found = lossy_size(args.gradients, args.dtype, lossless)
     if found.bits >= lossless:
         raise ToolError(
             f"{args.gradients} takes {found.bits:.2f} bits a value, without loss it is {lossless:.2f}: leave --gradients out"

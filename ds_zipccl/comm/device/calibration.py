@@ -1,26 +1,72 @@
-"""The measurement of a group in stream order: its network, the ranks of a node, the codec and an agreement; equal on all ranks."""
+"""The clock of a device, agreed by all ranks, and the measurement of a group in stream order: its network, the ranks of a node, the codec
+and an agreement; equal on all ranks."""
 
 from __future__ import annotations
 
 import statistics
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
-from ds_zipccl import tensors
+from ds_zipccl import devices, tensors
 from ds_zipccl.codecs import compress_bound
-from ds_zipccl.comm.device.clock import Span, agreed_seconds, mark
 from ds_zipccl.comm.device.context import DeviceContext
-from ds_zipccl.comm.device.sizes import agree
+from ds_zipccl.comm.device.sizes import agree, to_device
 from ds_zipccl.comm.device.streams import Stage
 from ds_zipccl.comm.group_state import group_nodes
 from ds_zipccl.config import ZipcclConfig
 from ds_zipccl.kernels.cuda.jobs import GatherTable, Parameter
 from ds_zipccl.policy import cost_model, trial, wire
 from ds_zipccl.policy.cost_model import DeviceProfile, Topology
+
+#: Nanoseconds of a span that is not known: larger than any other.
+_UNKNOWN = 1 << 62
+
+
+class Span(NamedTuple):
+    """Two marks of one device; None: the mark was not made."""
+
+    first: Any
+    last: Any
+
+    def nanoseconds(self) -> int:
+        """Return the time between the marks; ``1 << 62`` where a mark is missing, or the device has not come to it. Does not block."""
+        if self.first is None or self.last is None:
+            return _UNKNOWN
+        if isinstance(self.first, int):
+            return int(self.last - self.first)
+        if not (self.first.query() and self.last.query()):
+            return _UNKNOWN
+        return int(self.first.elapsed_time(self.last) * 1e6)
+
+
+def mark(device: torch.device) -> Any:
+    """Return a mark after the work on the current stream of a device; for a device without streams, the time of the host."""
+    runtime = devices.runtime(device)
+    if runtime is None:
+        return time.perf_counter_ns()
+    event = runtime.Event(enable_timing=True)
+    event.record(runtime.current_stream(device))
+    return event
+
+
+def agreed_seconds(ctx: DeviceContext, nanoseconds: Sequence[int]) -> list[float]:
+    """Return the seconds of the slowest rank for each time, infinite where a rank does not know its own. An agreement.
+
+    Raises:
+        CommError: as :func:`.sizes.agree`.
+    """
+    with ctx.streams.on(Stage.ENCODE):
+        words = to_device(ctx.streams, nanoseconds)
+    return [found / 1e9 if found < _UNKNOWN else float("inf") for found in agree(ctx, [words])]
+
+
+# ---- measuring -------------------------------------------------------------------------------------------------------
 
 #: Bytes of the gathers and exchanges, and of the words that are coded (seed: the last two are large against the delay of a message; 16 MiB
 #: fill an H100).

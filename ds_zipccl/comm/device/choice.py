@@ -17,9 +17,9 @@ import torch.distributed as dist
 
 from ds_zipccl import tensors
 from ds_zipccl.comm.device import calibration
-from ds_zipccl.comm.device.clock import Span, agreed_seconds, mark
+from ds_zipccl.comm.device.calibration import Span, agreed_seconds, mark
 from ds_zipccl.comm.device.context import DeviceContext
-from ds_zipccl.comm.group_state import GroupState, device_profile, find_nodes, group_nodes, group_state, resolve_group
+from ds_zipccl.comm.group_state import device_profile, find_nodes, group_nodes, group_state, resolve_group
 from ds_zipccl.comm.topology import tell
 from ds_zipccl.config import ROLES, ConfigError, ZipcclConfig
 from ds_zipccl.ops import OPS
@@ -76,7 +76,11 @@ def settle(config: ZipcclConfig, device: torch.device) -> Settled | None:
     modes = {config.mode_of(role) for role in ROLES} - {"never"}
     if state is None or state.size == 1 or not state.streams(device.type) or config.nccl == "off" or not modes:
         return None
-    refuse_match(config, state)
+    if config.reduction == "match" and state.size > 2:
+        raise ConfigError(
+            f'"zipccl.reduction" is "match" with "nccl" on and {state.size} ranks: on NCCL no order of sums is promised by NCCL itself, so '
+            'that no schedule can have its bits; match is for gloo, and for two ranks; write "auto" or "fp32"'
+        )
     if not group_nodes(group):
         find_nodes()
     topology, profile = Topology.of(group_nodes(group)), None
@@ -91,15 +95,6 @@ def settle(config: ZipcclConfig, device: torch.device) -> Settled | None:
     settled = Settled(device.type, topology, profile, rule.reason, state.device_sums, rule.least[1], one_queue)
     state.of(GroupChoice).settled = settled
     return settled
-
-
-def refuse_match(config: ZipcclConfig, state: GroupState) -> None:
-    """Raise ConfigError if the config wants the backend's order of sums, and the backend promises none."""
-    if config.reduction == "match" and state.size > 2:
-        raise ConfigError(
-            f'"zipccl.reduction" is "match" with "nccl" on and {state.size} ranks: on NCCL no order of sums is promised by NCCL itself, so '
-            'that no schedule can have its bits; match is for gloo, and for two ranks; write "auto" or "fp32"'
-        )
 
 
 def _sums(config: ZipcclConfig, topology: Topology, profile: DeviceProfile | None) -> str:

@@ -11,6 +11,7 @@ from ds_zipccl import kernels
 from ds_zipccl.comm.context import Call
 from ds_zipccl.comm.device.reports import reports_of
 from ds_zipccl.comm.device.streams import Stage, streams_of
+from ds_zipccl.comm.transport import COLLECTIVE_TRANSPORTS
 from ds_zipccl.config import ZipcclConfig
 from ds_zipccl.kernels.cuda.backend import CudaBackend
 
@@ -35,7 +36,7 @@ class DeviceContext(Call):
     ) -> None:
         super().__init__(op, group, config, role)
         self.codec, self.device, self.with_base = codec, device, with_base
-        self.transport = self.state.collective_transport(device.type, group)
+        self.transport = COLLECTIVE_TRANSPORTS[self.state.backend(device.type)](group)
         self.route = cast(CudaBackend, kernels.route(kernels.preferred(config.route, device.type), device.type))
         self.streams = streams_of(device)
         self.reports = reports_of(self.streams)

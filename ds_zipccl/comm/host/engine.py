@@ -25,7 +25,7 @@ from ds_zipccl.comm.transport.protocol import TAGS_PER_COLLECTIVE
 from ds_zipccl.comm.tuner import CallTimer
 from ds_zipccl.comm.work import CommError
 from ds_zipccl.ops import OPS
-from ds_zipccl.policy import repeat_rules, row_rules
+from ds_zipccl.policy import wire
 from ds_zipccl.policy.admission import Decision
 from ds_zipccl.telemetry import counters
 
@@ -75,7 +75,7 @@ def open_context(request: Request, decision: Decision) -> OpContext:
         nodes=group_nodes(resolve_group(request.group)) if decision.by_node else (),
         with_base=decision.with_base,
         sums=decision.frames and request.sum.op is not None,
-        rows=row_rules.may_have_rows(request.options.config, request.op, request.options.role, decision.codec),
+        rows=wire.may_have_rows(request.options.config, request.op, request.options.role, decision.codec),
         lossy=decision.lossy,
     )
 
@@ -132,13 +132,13 @@ def start(request: Request, decision: Decision, timer: CallTimer | None = None) 
 
 def _repeats(ctx: OpContext, request: Request) -> Repeats | None:
     """Reserve the segments of a call that are kept, and find those that it may repeat, in program order; None where there are none."""
-    keeps = repeat_rules.keeps(ctx.config, ctx.role, request.options.kind)
-    if request.op not in repeat_rules.OPS or request.base is not None or not keeps or ctx.nodes or ctx.lossy:
+    keeps = wire.keeps_repeats(ctx.config, ctx.role, request.options.kind)
+    if request.op not in wire.REPEATED_OPS or request.base is not None or not keeps or ctx.nodes or ctx.lossy:
         return None
     return ctx.state.of(RepeatMemory).open(
         _places_of(ctx, request),
         Words(request.tensor.dtype, request.tensor.device.type),
-        repeat_rules.most(ctx.config, ctx.size),
+        wire.kept_bytes(ctx.config, ctx.size),
         request.again,
         f"{request.op} {request.options.kind}",
         ctx.transport.timeout().total_seconds(),
@@ -146,7 +146,7 @@ def _repeats(ctx: OpContext, request: Request) -> Repeats | None:
 
 
 def _places_of(ctx: OpContext, request: Request) -> Sequence[Places]:
-    """Return the segments of the first exchanges of a collective that repeats, see :data:`.repeat_rules.OPS`."""
+    """Return the segments of the first exchanges of a collective that repeats, see :data:`ds_zipccl.policy.wire.REPEATED_OPS`."""
     itemsize = request.tensor.element_size()
     traffic = OPS[request.op].traffic
     if traffic == "all_gather":

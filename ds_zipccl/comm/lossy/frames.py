@@ -68,7 +68,7 @@ class LossyFrames:
         """Count a frame of ``flat``, and the error of every SAMPLED-th one: ``carried`` returns its values, with memory of its argument."""
         call, codec, scratch = self._ctx, str(self._codec), PooledBuffers()
         counters.record_lossy(call.role, call.op, codec, 1)
-        if next(call.state.lossy_numbers(call.op, call.role)) % SAMPLED == 0:
+        if next(call.state.lossy_numbers[call.op, call.role]) % SAMPLED == 0:
             sums = squared_error(flat, carried(scratch), self._route)
             counters.record_error(call.role, call.op, codec, *sums)
             scratch.release()

@@ -14,4 +14,4 @@ COLLECTIVE_TRANSPORTS: dict[str, type[CollectiveTransport]] = {"nccl": NcclTrans
 
 def documented_sums(backend: str) -> bool:
     """Return whether the order of a backend's sums is known, so that our sums can have the same bits."""
-    return backend in TRANSPORTS and TRANSPORTS[backend].capabilities.documented_sums
+    return backend in TRANSPORTS and TRANSPORTS[backend].documented_sums

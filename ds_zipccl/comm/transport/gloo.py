@@ -7,6 +7,7 @@ the frame's header has the true length.
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import ClassVar
 
@@ -15,7 +16,7 @@ import torch.distributed as dist
 
 from ds_zipccl import tensors
 from ds_zipccl.comm.spans import cut
-from ds_zipccl.comm.transport.protocol import Capabilities, SumSwitches, timeout_of
+from ds_zipccl.comm.transport.protocol import timeout_of
 
 #: gloo's largest segment, in bytes (admission: part of the geometry of gloo's rings).
 _SEGMENT_BYTES = 1 << 20
@@ -26,9 +27,8 @@ _STREAMS, _DENORMAL = 64, 1 << 22
 class GlooTransport:
     """:class:`ds_zipccl.comm.transport.Transport` over the caller's own gloo group."""
 
-    capabilities: ClassVar[Capabilities] = Capabilities(
-        oversized_receives=True, host_only=True, tags=True, documented_sums=True
-    )
+    host_only: ClassVar[bool] = True
+    documented_sums: ClassVar[bool] = True
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
@@ -43,8 +43,8 @@ class GlooTransport:
         chunk = {"all_reduce": all_reduce_chunk, "reduce": reduce_chunk}[op]
         return chunk(numel, itemsize, self._group.size())
 
-    def ask_sum_switches(self) -> SumSwitches:
-        return Denormals(self._group)
+    def ask_flushing(self) -> Callable[[], Sequence[bool]]:
+        return Denormals(self._group).flushing_ranks
 
     def timeout(self) -> timedelta:
         return timeout_of(self._group, torch.device("cpu"))
@@ -96,7 +96,7 @@ class Denormals:
         self._lock = threading.Lock()
 
     def flushing_ranks(self) -> list[bool]:
-        """See :class:`ds_zipccl.comm.transport.SumSwitches`."""
+        """See :meth:`ds_zipccl.comm.transport.protocol.Transport.ask_flushing`."""
         with self._lock:
             if self._handle is not None:
                 self._handle.wait()

@@ -1,13 +1,12 @@
 """The transport protocols: how bytes travel between the ranks of one group. Schedules see only these.
 
-A :class:`Transport` has messages of pairs of ranks, driven by the host. It declares its :class:`Capabilities`. A schedule that needs more
-capabilities is not a candidate on the transport. A :class:`CollectiveTransport` has collectives in the order of a device's streams.
+A :class:`Transport` has messages of pairs of ranks, driven by the host. A :class:`CollectiveTransport` has collectives in the order of a
+device's streams.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from enum import IntEnum
 from typing import ClassVar, Protocol
@@ -39,38 +38,19 @@ class TagRange(IntEnum):
     REPORT = BODY + BODY_TAGS
 
 
-@dataclass(frozen=True)
-class Capabilities:
-    """``oversized_receives``: a receive buffer may be larger than the message, so that no sizes are exchanged. ``host_only``: buffers must
-    lie in host memory, so that frames of CUDA tensors are staged. ``tags``: messages of one pair of ranks are matched by tag, not only by
-    order. ``documented_sums``: the backend adds in an order that :meth:`Transport.ring_chunk` describes."""
-
-    oversized_receives: bool
-    host_only: bool
-    tags: bool
-    documented_sums: bool
-
-
-class SumSwitches(Protocol):
-    """The treatment of denormals in the sums of each rank's backend; asked once per group."""
-
-    def flushing_ranks(self) -> Sequence[bool]:
-        """Return for each rank whether it flushes denormals. Blocks until all ranks have asked.
-
-        Raises:
-            RuntimeError: the transport failed.
-        """
-        ...
-
-
 class Transport(Protocol):
-    """Messages between this rank and the other ranks of one group. Ranks are group ranks, buffers 1-D uint8 tensors.
+    """Messages between this rank and the other ranks of one group, matched by tag. Ranks are group ranks, buffers 1-D uint8 tensors. A
+    receive buffer may be larger than the message, so that no sizes are exchanged.
+
+    ``host_only``: buffers must lie in host memory, so that frames of CUDA tensors are staged. ``documented_sums``: the backend adds in an
+    order that :meth:`ring_chunk` describes.
 
     A posted buffer must live until its handle's ``wait()`` has returned, and a sent buffer must not change until then. All methods raise
     RuntimeError where the backend does.
     """
 
-    capabilities: ClassVar[Capabilities]
+    host_only: ClassVar[bool]
+    documented_sums: ClassVar[bool]
 
     def __init__(self, group: dist.ProcessGroup) -> None: ...
 
@@ -86,8 +66,9 @@ class Transport(Protocol):
         """Return the elements in a chunk of the backend's ring for a sum by ``op`` ("all_reduce" or "reduce") of ``numel`` elements."""
         ...
 
-    def ask_sum_switches(self) -> SumSwitches:
-        """Ask all ranks for the switches of their sums; a collective that does not block."""
+    def ask_flushing(self) -> Callable[[], Sequence[bool]]:
+        """Ask each rank whether its backend flushes denormals in sums; once per group, a collective that does not block. The answer, a
+        flag for each rank, blocks until all ranks have asked."""
         ...
 
     def timeout(self) -> timedelta:

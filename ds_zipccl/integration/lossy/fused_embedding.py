@@ -18,7 +18,7 @@ from ds_zipccl.config import SECTION, ConfigError, ZipcclConfig
 from ds_zipccl.integration import hook_points
 from ds_zipccl.integration.job import Job
 from ds_zipccl.lossy import PowerSgd
-from ds_zipccl.policy.pipeline_rules import sharing_ranks
+from ds_zipccl.policy.admission import sharing_ranks
 
 KEY = f'"{SECTION}.fused_embedding"'
 #: Role of the sum: that of DeepSpeed's own sum over the stages.

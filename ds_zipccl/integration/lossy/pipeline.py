@@ -23,7 +23,7 @@ from ds_zipccl.comm.lossy.squared_error import sum_of_squares
 from ds_zipccl.integration.lossy import state
 from ds_zipccl.integration.lossy.state import Entry, Ready, State
 from ds_zipccl.lossy import LowRank
-from ds_zipccl.policy.pipeline_rules import compresses
+from ds_zipccl.policy.admission import compresses
 from ds_zipccl.role_settings import RoleSettings
 from ds_zipccl.telemetry import counters
 

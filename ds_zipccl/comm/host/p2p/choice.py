@@ -10,8 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import math
-import statistics
 import struct
 import threading
 import zlib
@@ -50,20 +48,14 @@ class Sends:
         self._on_choice = on_choice
         self._lock = threading.Lock()
         self._expected: list[_Expected] = []
-        self._asked = self._calls = 0
-        self._seconds = [deque[float](maxlen=trial.TRIAL_SENDS) for _ in ("coded", "raw")]
-        self._chosen: bool | None = None
+        self._trial = trial.SendTrial()
 
     def next_way(self) -> Way:
         """Return the way of the next send; does not block."""
         with self._lock:
             self._read_reports()
-            self._calls += 1
-            raw = trial.next_trial(self._asked, self._calls)
-            if raw is None:
-                return Way(bool(self._chosen))
-            self._asked += 1
-            return Way(raw, self)
+            turn = self._trial.next_turn()
+            return Way(turn.schedule == 1, self if turn.timed else None)
 
     def expect(self, transport: Transport, peer: int, number: int, raw: bool) -> None:
         """Post the receive of the report on the send of this number."""
@@ -73,8 +65,8 @@ class Sends:
             self._expected.append(_Expected(raw, number, buffer, handle))
 
     def _read_reports(self) -> None:
-        """Take the reports that have arrived, and choose if both ways have enough of them."""
-        waiting = []
+        """Take the reports that have arrived, and judge them."""
+        waiting, reported = [], []
         for expected in self._expected:
             seconds = _parse(expected.buffer, expected.number)
             if seconds is None:
@@ -82,18 +74,13 @@ class Sends:
                 continue
             with contextlib.suppress(RuntimeError):
                 expected.handle.wait()  # the bytes are here: this only ends the operation
-            if math.isfinite(seconds) and seconds > 0:
-                self._seconds[expected.raw].append(seconds)
-        arrived, self._expected = len(waiting) < len(self._expected), waiting
-        if arrived and all(len(seconds) == trial.TRIAL_SENDS for seconds in self._seconds):
-            coded, raw = map(statistics.median, self._seconds)
-            chosen = bool(trial.choose(self._chosen, (coded, raw)))
-            if chosen != self._chosen:
-                self._chosen = chosen
-                name = "raw" if chosen else "coded"
-                self._on_choice(
-                    f"{name} from send {self._calls} on (raw {raw * 1e3:.3g} ms, coded {coded * 1e3:.3g} ms)"
-                )
+            reported.append((int(expected.raw), seconds))
+        self._expected = waiting
+        if reported and self._trial.judge(reported):
+            name, (coded, raw) = ("coded", "raw")[self._trial.chosen], self._trial.medians
+            self._on_choice(
+                f"{name} from send {self._trial.sends} on (raw {raw * 1e3:.3g} ms, coded {coded * 1e3:.3g} ms)"
+            )
 
 
 class Way(NamedTuple):

@@ -49,9 +49,11 @@ def remembers(dtype: torch.dtype, numel: int, tag: int, config: ZipcclConfig) ->
 
 
 class Latest(Generic[_T]):
-    """What one side remembers of a channel: for each kind of tensor the hash or the copy of the last tensor."""
+    """What one side remembers of a channel: for each kind of tensor the hash or the copy of the last tensor. A sender holds the
+    lock while a message is posted and remembered."""
 
     def __init__(self) -> None:
+        self.lock = threading.Lock()
         self._found: OrderedDict[Kind, _T] = OrderedDict()
 
     def get(self, kind: Kind) -> _T | None:
@@ -65,21 +67,9 @@ class Latest(Generic[_T]):
         while self.nbytes() > most:
             self._found.popitem(last=False)
 
-    def drop(self, kind: Kind) -> None:
-        """Forget a kind."""
-        self._found.pop(kind, None)
-
     def nbytes(self) -> int:
         """Return the bytes of the tensors that the entries stand for."""
         return sum(numel * dtype.itemsize for dtype, numel in self._found)
-
-
-class SentChannel:
-    """The sender's side of a channel. The lock is held while a message is posted and remembered."""
-
-    def __init__(self) -> None:
-        self.lock = threading.Lock()
-        self.hashes: Latest[bytes] = Latest()
 
 
 class Inbox:
@@ -146,13 +136,13 @@ class Receipt:
 
 class _Channels:
     def __init__(self) -> None:
-        self.sent: dict[tuple[int, int], SentChannel] = {}
+        self.sent: dict[tuple[int, int], Latest[bytes]] = {}
         self.inboxes: dict[int, Inbox] = {}
 
 
-def sent_channel(state: GroupState, peer: int, tag: int) -> SentChannel:
-    """Return the channel of this rank's sends to rank ``peer`` of a group."""
-    return state.of(_Channels).sent.setdefault((peer, tag), SentChannel())
+def sent(state: GroupState, peer: int, tag: int) -> Latest[bytes]:
+    """Return the hashes of this rank's sends to rank ``peer`` of a group."""
+    return state.of(_Channels).sent.setdefault((peer, tag), Latest())
 
 
 def inbox(state: GroupState, tag: int) -> Inbox:

@@ -1,10 +1,10 @@
-"""One tensor between two ranks: a frame on the caller's tag, or an announcement on the caller's tag and a body on a tag of its own.
+"""Sends and receives by frames: a message is posted on the calling thread, and ends in the handle's ``wait()``.
 
-A message has one part on the caller's tag, whatever its size, so that receives are matched as those of plain sends: in order, by tag, from
-any rank. A tensor of one fragment is that part: a frame. A larger tensor is announced: the announcement names the kind of the body and the
-number of the send, which gives the tag of the body. No two messages share such a tag, so that threads, further messages of the caller's
-tag and receives from any rank need no agreement. The announcement leaves before the first fragment is compressed: the receiver posts the
-body meanwhile.
+A message carries one tensor between two ranks. It has one part on the caller's tag, whatever its size, so that receives are matched as
+those of plain sends: in order, by tag, from any rank. A tensor of one fragment is that part: a frame. A larger tensor is announced: the
+announcement names the kind of the body and the number of the send, which gives the tag of the body. No two messages share such a tag, so
+that threads, further messages of the caller's tag and receives from any rank need no agreement. The announcement leaves before the first
+fragment is compressed: the receiver posts the body meanwhile.
 
 The sender alone chooses the kind of a message, because the first bytes name the kind. All that arrives is checked before use.
 """
@@ -13,29 +13,35 @@ from __future__ import annotations
 
 import struct
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from enum import IntEnum
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 
-from ds_zipccl import codecs
+from ds_zipccl import codecs, tensors
 from ds_zipccl.codecs import known
-from ds_zipccl.comm.buffer_pool import PooledBuffers
+from ds_zipccl.comm.buffer_pool import POOL, PooledBuffers
 from ds_zipccl.comm.context import OpContext
 from ds_zipccl.comm.group_state import region_hash
 from ds_zipccl.comm.host.frames import FrameCoder
 from ds_zipccl.comm.host.p2p import choice
 from ds_zipccl.comm.host.p2p import known as p2p_known
 from ds_zipccl.comm.host.p2p.choice import Way
-from ds_zipccl.comm.host.p2p.known import Receipt, SentChannel
-from ds_zipccl.comm.host.pipeline import Exchange, run_pipeline, wait
+from ds_zipccl.comm.host.p2p.known import Latest, Receipt
+from ds_zipccl.comm.host.pipeline import Exchange, abandon, run_pipeline, wait
 from ds_zipccl.comm.lossy.factors import Factored
+from ds_zipccl.comm.request import Post, logical_order
+from ds_zipccl.comm.shadow_check import Shadow
 from ds_zipccl.comm.transport.protocol import BODY_TAGS, TagRange
+from ds_zipccl.comm.work import PointToPointWork, PostedWork, Work
 from ds_zipccl.frame import DTYPE_IDS
+from ds_zipccl.lossy import LossyCodec
 from ds_zipccl.policy import wire
-from ds_zipccl.telemetry import ranges
+from ds_zipccl.telemetry import counters, ranges
 
 _MAGIC = b"ZCAN"
 #: magic, version, kind of the body, dtype, whether a report is asked for, number of the send, zero, elements.
@@ -43,6 +49,9 @@ _LAYOUT = struct.Struct("<4s4BIIQ")
 _VERSION = 1
 #: Bytes of an announcement (admission: as many as a header of a frame, so that any receive buffer holds one).
 ANNOUNCEMENT_BYTES = 32
+#: Timeout of a receive in the background: its ``wait()`` has the group's own timeout, which must not end before the program waits. gloo
+#: closes the connection where a wait ends without a message.
+_NO_END = timedelta(days=3650)
 
 
 class Body(IntEnum):
@@ -98,11 +107,6 @@ def parse_announcement(part: torch.Tensor, dtype: torch.dtype, numel: int) -> An
     return Announcement(Body(body), dtype, numel, number, bool(report))
 
 
-def fragment_numel(ctx: OpContext, numel: int, itemsize: int) -> int:
-    """Return the elements of each fragment of a send of ``numel`` elements, equal on both sides. The last fragment may be shorter."""
-    return wire.fragment_numel(numel, itemsize, 2, ctx.config.staging_mib << 20)
-
-
 class Outgoing:
     """A tensor that goes to rank ``peer`` of the group. ``flat``: flat and contiguous, on the context's device. The context's first tag is
     that of the message.
@@ -125,25 +129,25 @@ class Outgoing:
         self._ctx, self._flat, self._peer, self._bounded, self._way = ctx, flat, peer, bounded, way
         self._coder = FrameCoder(ctx, way.raw)
         self._factored = None if way.raw or ctx.codec == "raw" else factored
-        self._piece = fragment_numel(ctx, flat.numel(), flat.element_size())
+        self._piece = wire.fragment_numel(flat.numel(), flat.element_size(), 2, ctx.config.staging_mib << 20)
         self._first = Exchange(ctx, 0, self._coder)
         self._body: Exchange | None = None
 
-    def post(self, channel: SentChannel | None) -> None:
-        """Post all parts of the message. ``channel``: that of a tensor that both sides remember."""
+    def post(self, hashes: Latest[bytes] | None) -> None:
+        """Post all parts of the message. ``hashes``: those of the channel of a tensor that both sides remember."""
         flat = self._flat
-        if channel is None:
+        if hashes is None:
             self._post_rest(self._post_first())
             return
         kind, digest = (flat.dtype, flat.numel()), region_hash(flat, route=self._ctx.config.route)
-        with channel.lock:
-            if channel.hashes.get(kind) == digest:
+        with hashes.lock:
+            if hashes.get(kind) == digest:
                 rest = None
                 buffer = (buffers := PooledBuffers()).take(known.FRAME_BYTES)
                 self._first.post(codecs.known_frame(*kind, digest, buffer), flat.nbytes, [self._peer], buffers)
             else:
                 rest = self._post_first()
-            channel.hashes.put(kind, digest, p2p_known.limit(self._ctx.config))
+            hashes.put(kind, digest, p2p_known.limit(self._ctx.config))
         self._post_rest(rest)
 
     def _post_first(self) -> Announcement | None:
@@ -209,11 +213,11 @@ class Incoming:
     def __init__(self, ctx: OpContext, numel: int, dtype: torch.dtype, peer: int | None) -> None:
         self._ctx, self._numel, self._dtype, self._peer = ctx, numel, dtype, peer
         self._coder = FrameCoder(ctx)
-        self._piece = fragment_numel(ctx, numel, dtype.itemsize)
+        self._piece = wire.fragment_numel(numel, dtype.itemsize, 2, ctx.config.staging_mib << 20)
         self._buffers = PooledBuffers()
         self._part = (
             self._buffers.take(max(ANNOUNCEMENT_BYTES, known.FRAME_BYTES))
-            if self._fragmented
+            if numel > self._piece
             else self._coder.recv_buffer(numel, dtype, self._buffers)
         )
         self._handle = ctx.transport.post_recv(self._part, peer, ctx.tag(0))
@@ -223,11 +227,7 @@ class Incoming:
     @property
     def may_have_body(self) -> bool:
         """Whether the sender may announce a body: it then needs this rank before the program here waits for the tensor."""
-        return self._fragmented or choice.is_chosen(self._ctx)
-
-    @property
-    def _fragmented(self) -> bool:
-        return self._numel > self._piece
+        return self._numel > self._piece or choice.is_chosen(self._ctx)
 
     def source(self) -> int:
         """Return the group rank of the sender, after :meth:`wait`."""
@@ -245,16 +245,10 @@ class Incoming:
         Raises:
             CommError: an announcement or a frame is refused, or the sender or the transport failed.
         """
-        source = self.source()
+        ctx, source, last = self._ctx, self.source(), None
         if receipt is not None:
             receipt.take_turn(source)
-        self._write(out, source, None if receipt is None else receipt.copy(source))
-        if receipt is not None:
-            receipt.keep(source, out)
-        self._buffers.release()
-
-    def _write(self, out: torch.Tensor, source: int, last: torch.Tensor | None) -> None:
-        ctx = self._ctx
+            last = receipt.copy(source)
         if bytes(self._part[: len(_MAGIC)].numpy()) != _MAGIC:  # no announcement arrived on the caller's tag
             self._coder.decompress(self._part, source, out, last)
         else:
@@ -264,16 +258,16 @@ class Incoming:
                 refused = f"announcement from global rank {ctx.global_rank(source)} refused: {error}"
                 raise ctx.error(refused) from error
             with ctx.naming("receiving from", source):
-                self._take_body(announcement, source, out)
+                if announcement.body == Body.BYTES:
+                    self._take_bytes(announcement.tag, source, out.view(torch.uint8))
+                else:
+                    piece = self._numel if announcement.body == Body.FRAME else self._piece
+                    self._take_frames(announcement.tag, source, out.split(piece))
             if announcement.report:
                 choice.report(ctx, source, announcement.number, time.perf_counter() - self._arrived)
-
-    def _take_body(self, announcement: Announcement, source: int, out: torch.Tensor) -> None:
-        if announcement.body == Body.BYTES:
-            self._take_bytes(announcement.tag, source, out.view(torch.uint8))
-        else:
-            piece = self._numel if announcement.body == Body.FRAME else self._piece
-            self._take_frames(announcement.tag, source, out.split(piece))
+        if receipt is not None:
+            receipt.keep(source, out)
+        self._buffers.release()
 
     def _take_frames(self, tag: int, source: int, fragments: Sequence[torch.Tensor]) -> None:
         self._body = body = Exchange(self._ctx, 0, self._coder, tag=tag)
@@ -292,3 +286,101 @@ class Incoming:
         if buffer is not out:
             out.copy_(buffer)
         buffers.release()
+
+
+# ---- calls -----------------------------------------------------------------------------------------------------------
+
+
+def send(post: Post, lossy: LossyCodec | Factored | None, *, bounded: bool) -> Work:
+    """Post the frames of a message. ``lossy``: the codec, or the factors whose product the tensor is. With ``bounded``, posting may block
+    on the peer, so that memory is bounded, and the tensor must stay as it is."""
+    tensor, group, tag, peer, config, role, decision = post
+    assert peer is not None  # a send names its receiver
+    codec, factored = (lossy, None) if isinstance(lossy, LossyCodec) else (None, lossy)
+    to = dist.get_global_rank(group, peer)
+    first = TagRange.POINT_TO_POINT + tag
+    ctx = OpContext("send", group, config, role, decision.codec, tensor.device, tag=first, lossy=codec)
+    doing, beside = f"sending to global rank {to}", None
+    with torch.inference_mode(), tensors.undisturbed(), ctx.naming(doing), ctx.working():
+        flat = logical_order(tensor.resolve_conj().resolve_neg())  # the words that the receiver reads
+        if config.check == "shadow":
+            carried = flat.clone() if codec is None else codecs.project(flat, codec)
+            beside = dist.isend(carried, to, group, TagRange.SHADOW + tag)
+        message = Outgoing(ctx, flat, peer, bounded, choice.next_way(ctx, peer, flat, factored is not None), factored)
+        remembered = p2p_known.remembers(flat.dtype, flat.numel(), tag, config)
+        with _kept_on_error(message):
+            message.post(p2p_known.sent(ctx.state, peer, tag) if remembered else None)
+
+    def finish(timeout: timedelta | None) -> None:
+        with ctx.naming(doing), _kept_on_error(message):
+            message.wait(timeout)
+            if beside is not None:
+                beside.wait()
+        counters.record(role, "send", ctx.logical_bytes, ctx.wire_bytes, POOL.peak)
+
+    return PostedWork("send", [tensor], finish, _no_source)
+
+
+def receive(post: Post, *, blocking: bool) -> Work:
+    """Post the receive of a message. With ``blocking``, the caller waits for it at once."""
+    tensor, group, tag, peer, config, role, decision = post
+    first = TagRange.POINT_TO_POINT + tag
+    ctx = OpContext("recv", group, config, role, decision.codec, tensor.device, tag=first)
+
+    def beside(source: int) -> Shadow:
+        def plain(inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor], later: bool) -> Any:
+            return dist.irecv(outputs[0], ctx.global_rank(source), group, TagRange.SHADOW + tag)
+
+        return Shadow(plain, [], [tensor.contiguous()], "bits", ctx.size)
+
+    doing = "receiving from " + ("any rank" if peer is None else f"global rank {ctx.global_rank(peer)}")
+
+    @torch.inference_mode()
+    @tensors.undisturbed()
+    def finish(timeout: timedelta | None) -> None:
+        try:
+            with _kept_on_error(message):
+                with ctx.naming(doing):
+                    message.wait(timeout)
+                with ctx.working():
+                    flat = logical_order(tensor)
+                    message.write(flat, receipt)
+                    if not tensor.is_contiguous():
+                        tensor.copy_(flat.view(tensor.shape))
+        finally:
+            if receipt is not None:
+                receipt.end()
+        if config.check == "shadow":
+            (shadow or beside(message.source())).compare([tensor], ctx.error)
+        counters.record(role, "recv", 0, 0, POOL.peak)
+
+    kind, receipt = (tensor.dtype, tensor.numel()), None
+    remembered = p2p_known.remembers(*kind, tag, config)
+    inbox = p2p_known.inbox(ctx.state, tag) if remembered else None
+    with torch.inference_mode(), tensors.undisturbed(), ctx.naming(doing), inbox.lock if inbox else nullcontext():
+        message = Incoming(ctx, tensor.numel(), tensor.dtype, peer)
+        shadow = beside(peer) if config.check == "shadow" and peer is not None else None
+        if inbox is not None:
+            receipt = Receipt(inbox, peer, kind, p2p_known.limit(config))
+        handle: Work = (
+            PointToPointWork("recv", [tensor], message.source, ctx.transport.timeout()).begin(lambda: finish(_NO_END))
+            if message.may_have_body and not blocking
+            else PostedWork("recv", [tensor], finish, message.source)
+        )
+        if receipt is not None:
+            receipt.work = handle
+    return handle
+
+
+@contextmanager
+def _kept_on_error(message: Incoming | Outgoing) -> Iterator[None]:
+    """Keep a message that has failed: the transport may still use its memory."""
+    try:
+        yield
+    except BaseException:
+        abandon(message)
+        raise
+
+
+def _no_source() -> int:
+    raise RuntimeError("source_rank() is for receives, this is send; call it on the handle of irecv")

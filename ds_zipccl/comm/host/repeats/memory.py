@@ -29,7 +29,7 @@ from weakref import WeakSet
 
 import torch
 
-from ds_zipccl.policy import repeat_rules
+from ds_zipccl.policy import wire
 from ds_zipccl.policy.wire import Backoff
 from ds_zipccl.telemetry import counters
 
@@ -142,7 +142,7 @@ class RepeatMemory:
         self._sent: defaultdict[int, _Window] = defaultdict(_Window)
         self._received: defaultdict[int, _Window] = defaultdict(_Window)
         #: By kind, the messages in backward passes: after some that have repeated nothing, the next ones are not hashed.
-        self._misses = defaultdict[str, Backoff](lambda: Backoff(repeat_rules.UNHASHED, repeat_rules.MISSES))
+        self._misses = defaultdict[str, Backoff](lambda: Backoff(wire.UNHASHED, wire.REPEAT_MISSES))
         self.tally = _Tally()
         with _making:
             _memories.add(self)
@@ -153,7 +153,7 @@ class RepeatMemory:
         """Open an operation of ``exchanges``, in the caller's thread and in program order.
 
         Args:
-            limit: :func:`ds_zipccl.policy.repeat_rules.most`.
+            limit: :func:`ds_zipccl.policy.wire.kept_bytes`.
             again: :func:`ds_zipccl.comm.request.is_again`.
             kind: of the messages, for the count of messages that repeat nothing.
             seconds: for which the operation waits for earlier ones.
@@ -170,7 +170,7 @@ class RepeatMemory:
                         window = windows[peer]
                         for numel in numels:
                             nbytes = numel * words.dtype.itemsize
-                            keep = not again and repeat_rules.LEAST_BYTES <= nbytes <= limit
+                            keep = not again and wire.RAW_BELOW_BYTES <= nbytes <= limit
                             kept = window.reserve(nbytes, words, limit, self.tally) if keep else None
                             slots[index, peer].append(Slot(nbytes, kept))
                         if again:

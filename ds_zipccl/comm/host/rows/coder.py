@@ -16,14 +16,14 @@ from ds_zipccl.comm.host.frames import FrameCoder
 from ds_zipccl.comm.host.rows.memory import MapKey, RowMemory, RowPairs
 from ds_zipccl.frame import DELTA_WORDS
 from ds_zipccl.kernels import row_moves
-from ds_zipccl.policy import row_rules, wire
+from ds_zipccl.policy import wire
 from ds_zipccl.telemetry import ranges
 
 
 def coder_of(ctx: OpContext, width: int, kind: str, exact: bool) -> FrameCoder:
     """Return the coder of an all-to-all: one of rows where senders may choose frames by rows, equally on all ranks but for the width.
     Blocks in the first operations of a group, see :meth:`ds_zipccl.comm.context.OpContext.has_row_kernels`."""
-    rows = row_rules.may_have_rows(ctx.config, ctx.op, ctx.role, ctx.codec)
+    rows = wire.may_have_rows(ctx.config, ctx.op, ctx.role, ctx.codec)
     if not rows or (ctx.staging is None and not ctx.has_row_kernels()):
         return FrameCoder(ctx, exact=exact)
     return RowCoder(ctx, width if ctx.staging is None else 0, kind, exact)
@@ -38,8 +38,8 @@ class RowCoder(FrameCoder):
     """
 
     def __init__(self, ctx: OpContext, width: int, kind: str, exact: bool) -> None:
-        super().__init__(ctx, exact=exact, block=row_rules.block(ctx.config.block, width, kind))
-        self._least_block = row_rules.LEAST_BLOCK
+        super().__init__(ctx, exact=exact, block=wire.row_block(ctx.config.block, width, kind))
+        self._least_block = wire.LEAST_BLOCK
         self._width, self._kind, self._memory = width, kind, ctx.state.of(RowMemory)
         self._name = "lossy repeats" if self.lossy else "repeats"  # of the backoff
         # literal rows of words that are each rounded by themselves are rounded frames; with other lossy codecs they are lossless ones
@@ -58,7 +58,7 @@ class RowCoder(FrameCoder):
         with ranges.inside(ranges.ENCODE):
             searched = {peer: words for peer, words in segments.items() if _is_worth_it(words, self._width)}
             rows = [words.numel() // self._width for words in searched.values()]
-            if row_rules.search_fits(rows, self._ctx.config.staging_mib):
+            if wire.search_fits(rows, self._ctx.config.staging_mib):
                 self._segments = self._search(searched, {} if self.lossy else self._fitting(searched))
         self._at = dict.fromkeys(self._segments, 0)
 
@@ -129,8 +129,8 @@ class RowCoder(FrameCoder):
         rows = torch.nonzero(sources != _numbers(len(sources))).view(-1)
         by = sources[rows]
         copies = torch.bincount(by, minlength=1)[by]  # repeats of each row's source
-        rows, by = rows[copies <= row_rules.COPIES], by[copies <= row_rules.COPIES]
-        if words.dtype in DELTA_WORDS and len(rows) * row_rules.WORTH_REMEMBERING >= len(sources):
+        rows, by = rows[copies <= wire.COPIES], by[copies <= wire.COPIES]
+        if words.dtype in DELTA_WORDS and len(rows) * wire.WORTH_REMEMBERING >= len(sources):
             self._memory.remember(self._key(peer, words), RowPairs(rows.int(), by))
 
     def _key(self, peer: int, words: torch.Tensor) -> MapKey:
@@ -158,9 +158,9 @@ class RowCoder(FrameCoder):
 
     def _fits(self, words: torch.Tensor, pairs: RowPairs) -> bool:
         """Return whether a map predicts most of some rows."""
-        every = max(1, len(pairs.rows) // row_rules.TRIAL_ROWS)  # so that a trial's rows spread over all
-        some = RowPairs(*(numbers[::every][: row_rules.TRIAL_ROWS].contiguous() for numbers in pairs))
-        return float(self._good(words, some).float().mean()) >= row_rules.GOOD_ROWS
+        every = max(1, len(pairs.rows) // wire.TRIAL_ROWS)  # so that a trial's rows spread over all
+        some = RowPairs(*(numbers[::every][: wire.TRIAL_ROWS].contiguous() for numbers in pairs))
+        return float(self._good(words, some).float().mean()) >= wire.GOOD_ROWS
 
     def _predicted(self, words: torch.Tensor, pairs: RowPairs) -> torch.Tensor:
         good = self._good(words, pairs)
@@ -171,7 +171,7 @@ class RowCoder(FrameCoder):
     def _good(self, words: torch.Tensor, pairs: RowPairs) -> torch.Tensor:
         """Return for each pair whether its source, times the best factor, predicts most of a few words of its row."""
         width, count = self._width, len(pairs.rows)
-        columns = row_moves.matrix(words, width)[:, :: max(1, width // row_rules.TRIAL_WORDS)]
+        columns = row_moves.matrix(words, width)[:, :: max(1, width // wire.TRIAL_WORDS)]
         chosen = columns.index_select(0, torch.cat([pairs.sources, pairs.rows]))
         few, part = chosen.shape[1], chosen.view(words.dtype).view(-1)
         kernel = kernels.row_route(self._route, "cpu")
@@ -182,13 +182,13 @@ class RowCoder(FrameCoder):
         predictions = tensors.empty(count * few, words.dtype)
         kernel.predict_rows(part, few, sources, torch.where(known, factors, 1.0), predictions)
         missed = predictions.view(chosen.dtype).view(count, few).long() - chosen[count:].long()
-        near = (missed.abs() <= 1).float().mean(1) >= row_rules.GOOD_WORDS
+        near = (missed.abs() <= 1).float().mean(1) >= wire.GOOD_WORDS
         return near & known
 
 
 def _is_worth_it(words: torch.Tensor, width: int) -> bool:
     """Return whether a segment has rows of a size that pays, and more bytes than a raw frame takes anyway."""
-    wide = width * words.element_size() >= row_rules.LEAST_ROW_BYTES
+    wide = width * words.element_size() >= wire.LEAST_ROW_BYTES
     return wide and words.numel() >= 2 * width and words.nbytes >= wire.RAW_BELOW_BYTES
 
 

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import torch
 
-from ds_zipccl.policy import row_rules
+from ds_zipccl.policy import wire
 from ds_zipccl.policy.wire import Backoff
 
 
@@ -51,9 +51,9 @@ class RowMemory:
 
     def backoff(self, search: str, kind: str) -> Backoff:
         """Return the backoff of a search in messages of ``kind``. The result in a whole message counts, all of its segments."""
-        patience = row_rules.MISSES if kind else row_rules.MISSES_OF_UNKNOWN
+        patience = wire.SEARCH_MISSES if kind else wire.MISSES_OF_UNKNOWN
         with self._lock:
-            return self._backoffs.setdefault((search, kind), Backoff(row_rules.UNSEARCHED, patience))
+            return self._backoffs.setdefault((search, kind), Backoff(wire.UNSEARCHED, patience))
 
     def remember(self, key: MapKey, pairs: RowPairs) -> None:
         """Keep a map. The oldest maps go where there are too many."""
@@ -62,13 +62,13 @@ class RowMemory:
             self._maps[number] = key, pairs
             self._numbers[key].append(number)
             self._nbytes += pairs.nbytes()
-            while self._nbytes > row_rules.MAP_BYTES or len(self._maps) > row_rules.MAPS:
+            while self._nbytes > wire.MAP_BYTES or len(self._maps) > wire.MAPS:
                 self._drop(next(iter(self._maps)))
 
     def newest(self, key: MapKey) -> Sequence[tuple[int, RowPairs]]:
         """Return the newest maps of a key with their numbers, the newest first, at most MAP_TRIALS."""
         with self._lock:
-            numbers = self._numbers.get(key, [])[: -row_rules.MAP_TRIALS - 1 : -1]
+            numbers = self._numbers.get(key, [])[: -wire.MAP_TRIALS - 1 : -1]
             return [(number, self._maps[number][1]) for number in numbers]
 
     def forget(self, number: int) -> None:
