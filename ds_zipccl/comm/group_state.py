@@ -24,7 +24,8 @@ _T = TypeVar("_T")
 
 
 class GroupState:
-    """The state of a group that has this rank. The state lives as long as the group, so that a new group starts afresh on all ranks."""
+    """Ranks, backends, tags issued and measured profiles of a group that has this rank. The state lives as long as the
+    group, so that a new group starts afresh on all ranks."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.rank = dist.get_rank(group)

@@ -104,7 +104,8 @@ class Versions:
     def check(self) -> None:
         """Raise CommError if a frame was refused, or a parameter was written to within its version. A collective of every group that has
         gathered by agreed sizes, or from bases."""
-        self.check_frames(self.parameters)
+        for group, _ in self._groups:
+            comm.check_frames(self._device, group, config=self._config)
         for keeper in self._keepers:
             keeper.check()
 

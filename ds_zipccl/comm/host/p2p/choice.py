@@ -91,6 +91,8 @@ class Way(NamedTuple):
 
 
 class _Memory:
+    """The choices between coded and raw sends, and the reports on their way."""
+
     def __init__(self) -> None:
         self.sends: dict[tuple[int, str, torch.dtype, int, bool], Sends] = {}
         self.reports: deque[tuple[dist.Work, torch.Tensor]] = deque(maxlen=_SENT_REPORTS)

@@ -135,6 +135,8 @@ class Receipt:
 
 
 class _Channels:
+    """The last side tensors of sends: hashes of the sender, copies of the receiver."""
+
     def __init__(self) -> None:
         self.sent: dict[tuple[int, int], Latest[bytes]] = {}
         self.inboxes: dict[int, Inbox] = {}

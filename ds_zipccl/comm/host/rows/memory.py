@@ -39,7 +39,7 @@ class RowPairs(NamedTuple):
 
 
 class RowMemory:
-    """The memory of one group. Asynchronous operations of the group share it, each from its own thread."""
+    """The maps of repeated rows of one group. Asynchronous operations of the group share it, each from its own thread."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
