@@ -28,7 +28,7 @@ BUDGETS = {
     "ds_zipccl": Budget(1_480, 1_450),
     "ds_zipccl/cli": Budget(3_080, 3_000),
     "ds_zipccl/codecs": Budget(2_870, 2_900),
-    "ds_zipccl/comm": Budget(11_460, 9_800),
+    "ds_zipccl/comm": Budget(11_280, 9_800),
     "ds_zipccl/csrc": Budget(10_020, 10_050),
     "ds_zipccl/integration": Budget(4_040, 3_700),
     "ds_zipccl/kernels": Budget(4_960, 5_200),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import count
 from typing import Any, TypeVar, cast
 from weakref import WeakKeyDictionary
@@ -36,8 +36,7 @@ class GroupState:
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.rank = dist.get_rank(group)
         self.size = dist.get_world_size(group)
-        self._backoffs: dict[tuple[str, str, bool], wire.Backoff] = {}
-        self._lossy_numbers: dict[tuple[str, str], Iterator[int]] = {}
+        self._backoffs: dict[tuple[str, ...], wire.Backoff] = {}
         self._objects: dict[type[Any], Any] = {}
         self.nodes: list[list[int]] | None = None
         self.places: dict[int, int] = {}  # of the default group: global rank -> node
@@ -85,14 +84,10 @@ class GroupState:
         """Return whether the transport of tensors on ``device`` is one in stream order."""
         return self.backend(device) in COLLECTIVE_TRANSPORTS
 
-    def backoff(self, op: str, role: str, lossy: bool) -> wire.Backoff:
-        """Return the backoff of an operation's frames: after one that did not shrink, the next ones are raw, because compressing them
-        is time lost. Lossy frames have one of their own: no lossless frame depends on them."""
-        return self._backoffs.setdefault((op, role, lossy), wire.Backoff(wire.RAW_FRAMES))
-
-    def lossy_numbers(self, op: str, role: str) -> Iterator[int]:
-        """Return the numbers of an operation's lossy frames, from 0 on."""
-        return self._lossy_numbers.setdefault((op, role), count())
+    def backoff(self, *kind: str, skipped: int = wire.RAW_FRAMES, patience: int = 1) -> wire.Backoff:
+        """Return the backoff of attempts of a kind, such as an operation's frames: after one that did not shrink, the next ones are raw,
+        because compressing them is time lost. ``skipped``, ``patience``: see :class:`ds_zipccl.policy.wire.Backoff`."""
+        return self._backoffs.setdefault(kind, wire.Backoff(skipped, patience))
 
     def next_tag(self) -> int:
         """Return the first of the TAGS_PER_COLLECTIVE tags of the next collective. Every rank calls in program order."""

@@ -106,7 +106,7 @@ class Request:
         logical bytes.
         nodes: the ranks of each node if the operation is a sum in two levels, see :mod:`ds_zipccl.comm.reduction_order`.
         plain_sums: the sum is the plain collective's own, so that the call passes.
-        again: the call may repeat messages of a forward pass, see :mod:`.host.repeats.memory`.
+        again: the call may repeat messages of a forward pass, see :mod:`.host.repeats`.
     What an operation has beside its tensors:
         reduction: of a sum. base: the memory of an earlier gather. agreed: the parameters of a gather, whose frames have agreed sizes.
         segments: of an all-to-all. owned: the slices of a sum and their owners. root: the group rank that is the source of a broadcast, or

@@ -198,7 +198,7 @@ def exact_raw_frames() -> None:
 def one_backoff() -> None:
     """Lossless frames depend on how well lossy ones shrink."""
     backoff = GroupState.backoff
-    GroupState.backoff = lambda self, op, role, lossy: backoff(self, op, role, False)  # type: ignore[method-assign]
+    GroupState.backoff = lambda self, *kind, **more: backoff(self, *kind[:2], **more)  # type: ignore[method-assign]
 
 
 def unhinted_call() -> None:

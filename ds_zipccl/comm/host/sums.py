@@ -296,7 +296,6 @@ def to_all(ctx: OpContext, spans: Sequence[Sequence[slice]], reduction: Reductio
     slices = cut(whole.numel(), chunk, ctx.size)
     shards = Fragments(ctx, [whole[part] for part in slices], exchanges=2)
     places = [Fragments(ctx, [whole[part]], exchanges=2) for part in slices]
-    no_bases = Fragments(ctx, [])
     with (
         open_adder(ctx, shards, reduction, [slices[ctx.rank]], chunk) as adder,
         open_gather(ctx, len(adder.stages), places) as gathering,
@@ -305,7 +304,7 @@ def to_all(ctx: OpContext, spans: Sequence[Sequence[slice]], reduction: Reductio
         def add(step: int) -> None:
             gathering.expect(step)
             adder.take(shards.at(step)[ctx.rank])
-            gathering.send(places[ctx.rank], no_bases, step)
+            gathering.send(places[ctx.rank], step)
 
         run_pipeline(shards.steps, *adder.stages, add, *gathering.stages)
     adder.finish(whole)
@@ -313,7 +312,7 @@ def to_all(ctx: OpContext, spans: Sequence[Sequence[slice]], reduction: Reductio
 
 def reduce_to_owners(ctx: OpContext, request: Request, inputs: list[torch.Tensor], outputs: list[torch.Tensor]) -> None:
     """A sum of which each rank gets the slices that it owns."""
-    one_summer = ctx.lossy is not None
+    one_summer = ctx.rounding is not None
     schedule = owners_schedule(request.owned, inputs[0].numel(), request.nodes, one_summer)
     schedule(ctx, request.owned.spans, request.reduction, inputs[0])
 

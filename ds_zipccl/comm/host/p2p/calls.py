@@ -20,6 +20,7 @@ from ds_zipccl.comm.host.p2p.known import Receipt
 from ds_zipccl.comm.host.p2p.message import Incoming, Outgoing
 from ds_zipccl.comm.host.pipeline import abandon
 from ds_zipccl.comm.lossy.factors import Factored
+from ds_zipccl.comm.lossy.frames import LossyFrames
 from ds_zipccl.comm.request import Post, logical_order
 from ds_zipccl.comm.shadow_check import Shadow
 from ds_zipccl.comm.transport.protocol import TagRange
@@ -40,7 +41,8 @@ def send(post: Post, lossy: LossyCodec | Factored | None, *, bounded: bool) -> W
     codec, factored = (lossy, None) if isinstance(lossy, LossyCodec) else (None, lossy)
     to = dist.get_global_rank(group, peer)
     first = TagRange.POINT_TO_POINT + tag
-    ctx = OpContext("send", group, config, role, decision.codec, tensor.device, tag=first, lossy=codec)
+    ctx = OpContext("send", group, config, role, decision.codec, tensor.device, tag=first)
+    ctx.rounding = None if codec is None else LossyFrames(ctx, codec)
     doing, beside = f"sending to global rank {to}", None
     with torch.inference_mode(), tensors.undisturbed(), ctx.naming(doing), ctx.working():
         flat = logical_order(tensor.resolve_conj().resolve_neg())  # the words that the receiver reads

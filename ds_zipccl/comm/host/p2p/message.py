@@ -143,7 +143,7 @@ class Outgoing:
                 self._first.post(codecs.known_frame(*kind, digest, buffer), flat.nbytes, [self._peer], buffers)
             else:
                 rest = self._post_first()
-            channel.hashes.put(kind, digest, p2p_known.limit(self._ctx.config))
+            channel.hashes.put(kind, digest, flat.nbytes, p2p_known.limit(self._ctx.config))
         self._post_rest(rest)
 
     def _post_first(self) -> Announcement | None:
@@ -165,7 +165,7 @@ class Outgoing:
             return Body.FRAME
         raw = self._way.raw or (self._ctx.codec == "raw" and self._flat.dtype != torch.bool)
         # projected values would need memory for all
-        whole = raw and self._ctx.staging is None and not self._coder.lossy
+        whole = raw and self._ctx.staging is None and self._coder.exact
         return Body.BYTES if whole else Body.FRAMES
 
     def _post_rest(self, announcement: Announcement | None) -> None:
