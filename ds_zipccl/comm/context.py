@@ -17,7 +17,6 @@ from ds_zipccl.comm.transport import TRANSPORTS, staging
 from ds_zipccl.comm.transport.protocol import TAGS_PER_COLLECTIVE
 from ds_zipccl.comm.work import CommError
 from ds_zipccl.config import ZipcclConfig
-from ds_zipccl.lossy import LossyCodec
 from ds_zipccl.policy import wire
 
 #: Bytes of a text for the other ranks (admission: the beginning tells enough).
@@ -66,9 +65,9 @@ class OpContext(Call):
 
     ``rank``, ``peers`` and all ranks in schedules are group ranks. ``peers`` is the order of receives, nearest lower rank first; gloo's
     ring adds in the same order. ``nodes``: the ranks by node where the schedule goes by node. ``codec``: the codec of frames without a
-    base. ``with_base``: frames may be differences. ``lossy``: the codec that may change the values in frames. ``staging``: makes and reads
-    the frames of tensors on a device whose memory the transport does not take. ``repeats``: the segments of the operation that are kept, or
-    may repeat kept ones; None where there are none.
+    base. ``with_base``: frames may be differences. ``staging``: makes and reads the frames of tensors on a device whose memory the
+    transport does not take. ``rounding``: makes the frames whose values may change. ``repeats``: the segments of the operation that are
+    kept, or may repeat kept ones. Each is None where there is none.
 
     Args:
         tag: first tag; the group's next tags if None.
@@ -90,13 +89,12 @@ class OpContext(Call):
         with_base: bool = False,
         sums: bool = False,
         rows: bool = False,
-        lossy: LossyCodec | None = None,
     ) -> None:
         super().__init__(op, group, config, role)
         state = self.state
         self.codec, self.device, self.with_base, self.nodes = codec, device.type, with_base, nodes
-        self.lossy = lossy
-        self.repeats: Any = None  # of :class:`.host.repeats.memory.Repeats`, above this module
+        self.rounding: Any = None  # as :attr:`repeats`, of a class above this module
+        self.repeats: Any = None
         self.peers = [(self.rank - step) % self.size for step in range(1, self.size)]
         self.transport = TRANSPORTS[state.backend(self.device)](group)  # admission lets no other backend through
         staged = self.transport.host_only and device.type in staging.STAGED
@@ -110,7 +108,6 @@ class OpContext(Call):
             lacking = kernels.lacking(functools.partial(kernels.row_route, kernel_backend, self.device))
             state.row_kernels[config.route] = topology.ToldTexts(group, lacking)
         self._row_kernels = state.row_kernels.get(config.route) if rows else None
-        self.backoff = state.backoffs[op, role, lossy is not None]
 
     def tag(self, index: int) -> int:
         """Return the tag of exchange ``index``."""

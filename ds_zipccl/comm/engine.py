@@ -18,7 +18,7 @@ from ds_zipccl.comm.host import calibration
 from ds_zipccl.comm.host import engine as host
 from ds_zipccl.comm.host.gather import SharedBase, abandoning
 from ds_zipccl.comm.host.p2p.message import receive, send
-from ds_zipccl.comm.host.repeats.memory import forget as forget_repeats
+from ds_zipccl.comm.host.repeats import forget as forget_repeats
 from ds_zipccl.comm.host.versions import COPIES, Keeper, Kept, same_words
 from ds_zipccl.comm.request import Request
 from ds_zipccl.comm.transport.staging import SideStream

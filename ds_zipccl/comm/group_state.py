@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from itertools import count
 from typing import Any, TypeVar, cast
 from weakref import WeakKeyDictionary
@@ -30,11 +29,7 @@ class GroupState:
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.rank = dist.get_rank(group)
         self.size = dist.get_world_size(group)
-        #: By operation, role, and whether frames are lossy: after a frame that did not shrink, the next ones are raw, because compressing
-        #: them is time lost. No lossless frame depends on lossy ones.
-        self.backoffs = defaultdict[tuple[str, str, bool], wire.Backoff](lambda: wire.Backoff(wire.RAW_FRAMES))
-        #: By operation and role: the numbers of the next lossy frames, from 0 on.
-        self.lossy_numbers = defaultdict[tuple[str, str], Iterator[int]](count)
+        self._backoffs: dict[tuple[str, ...], wire.Backoff] = {}
         self._objects: dict[type[Any], Any] = {}
         self.nodes: list[list[int]] | None = None
         self.places: dict[int, int] = {}  # of the default group: global rank -> node
@@ -75,6 +70,11 @@ class GroupState:
     def streams(self, device: str) -> bool:
         """Return whether the transport of tensors on ``device`` is one in stream order."""
         return self.backend(device) in COLLECTIVE_TRANSPORTS
+
+    def backoff(self, *kind: str, skipped: int = wire.RAW_FRAMES, patience: int = 1) -> wire.Backoff:
+        """Return the backoff of attempts of a kind, such as an operation's frames: after one that did not shrink, the next ones are raw,
+        because compressing them is time lost. ``skipped``, ``patience``: see :class:`ds_zipccl.policy.wire.Backoff`."""
+        return self._backoffs.setdefault(kind, wire.Backoff(skipped, patience))
 
     def next_tag(self) -> int:
         """Return the first of the TAGS_PER_COLLECTIVE tags of the next collective. Every rank calls in program order."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -49,11 +50,12 @@ def test_frames_of_a_config_take_the_preferred_route(monkeypatch: pytest.MonkeyP
         class config:
             block, route = 1024, "cupy"
 
-        codec, staging, device, lossy = "cascade", None, "cpu", None
+        codec, staging, device, rounding, op, role = "cascade", None, "cpu", None, "send", "pp"
+        state = SimpleNamespace(backoff=lambda *kind: None)
 
-    assert frames.FrameCoder(Context)._route == "auto"  # type: ignore[arg-type]
+    assert frames.FrameCoder(Context).route == "auto"  # type: ignore[arg-type]
     Context.device = "cuda"
-    assert frames.FrameCoder(Context)._route == "cupy"  # type: ignore[arg-type]
+    assert frames.FrameCoder(Context).route == "cupy"  # type: ignore[arg-type]
 
 
 def test_one_route_is_used_while_another_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import count
@@ -203,9 +204,9 @@ def test_a_frame_names_why_it_is_exact(codec: LossyCodec, why: str) -> None:
     words = torch.arange(1.0, 4097.0).to(torch.bfloat16)
     words[128:256] = WHY.get(why, 1.0)
     words[200] *= 3
-    state = SimpleNamespace(lossy_numbers={("all_reduce", "tp"): count(1)})
-    context: Any = SimpleNamespace(role="tp", op="all_reduce", state=state)
-    LossyFrames(context, codec, 512, "auto").compress(words[:4] if why == "smaller" else words, True, PooledBuffers())
+    state = SimpleNamespace(of=lambda kind: defaultdict(lambda: count(1)))
+    context: Any = SimpleNamespace(role="tp", op="all_reduce", state=state, config=CODED)
+    LossyFrames(context, codec).compress(words[:4] if why == "smaller" else words, "cascade", 512, PooledBuffers())
     (found,) = counters.lossy()
     assert (found["frames"], found["exact"]) == (1, {why.removesuffix(" either"): 1} if why else {})
 

@@ -27,7 +27,6 @@ from ds_zipccl import comm
 from ds_zipccl.comm import topology
 from ds_zipccl.comm.group_state import find_nodes, group_nodes
 from ds_zipccl.comm.host import sums as host_sums
-from ds_zipccl.comm.host import sums_by_node
 from ds_zipccl.comm.ops import reduce_to_owners
 from ds_zipccl.comm.ops.reduce_to_owners import Owners, spans_of
 from ds_zipccl.comm.reduction_order import Owned
@@ -324,54 +323,54 @@ def sharing(rank: int, ranks: int, nodes: Nodes) -> None:
 
 def other_order_of_nodes() -> None:
     """From now on the nodes are added from the last to the first."""
-    build = sums_by_node.NodeAdder.__init__
+    build = host_sums.NodeAdder.__init__
 
     def wrong(self: Any, ctx: Any, *more: Any) -> None:
         build(self, ctx, *more)
         self._local_rank = self._local_rank[::-1]
 
-    sums_by_node.NodeAdder.__init__ = wrong  # type: ignore[method-assign]
+    host_sums.NodeAdder.__init__ = wrong  # type: ignore[method-assign]
 
 
 def other_order_in_nodes() -> None:
     """From now on the ranks of a node are added from the last to the first."""
-    right = sums_by_node.add_in_fp32
+    right = host_sums.add_in_fp32
 
     def wrong(contributions: Any, ranks: Any, *more: Any) -> None:
         right(contributions, ranks if len(more) > 2 else ranks[::-1], *more)
 
-    sums_by_node.add_in_fp32 = wrong
+    host_sums.add_in_fp32 = wrong
 
 
 def second_rounding() -> None:
     """From now on every addition rounds."""
-    add = sums_by_node.Received.add
+    add = host_sums.Received.add
 
     def wrong(self: Any, rank: int, total: torch.Tensor) -> None:
         add(self, rank, total)
         total.copy_(total.to(self.own.dtype))
 
-    sums_by_node.Received.add = wrong  # type: ignore[method-assign]
+    host_sums.Received.add = wrong  # type: ignore[method-assign]
 
 
 def no_rounding_of_nodes() -> None:
     """From now on the sums of nodes lose a bit, as if they were rounded in another way."""
-    right = sums_by_node.NodeAdder._sum_of_node
+    right = host_sums.NodeAdder._sum_of_node
 
     def wrong(self: Any, contribution: torch.Tensor, buffers: Any) -> torch.Tensor:
         return right(self, contribution, buffers).view(torch.int16).bitwise_and_(-2).view(contribution.dtype)
 
-    sums_by_node.NodeAdder._sum_of_node = wrong  # type: ignore[method-assign]
+    host_sums.NodeAdder._sum_of_node = wrong  # type: ignore[method-assign]
 
 
 def divided_in_nodes() -> None:
     """From now on averages divide the sums of nodes."""
-    right = sums_by_node.add_in_fp32
+    right = host_sums.add_in_fp32
 
     def wrong(contributions: Any, ranks: Any, out: torch.Tensor, flushes: Any, divisor: int = 0) -> None:
         right(contributions, ranks, out, flushes, len(ranks) if divisor != 1 else 1)
 
-    sums_by_node.add_in_fp32 = wrong
+    host_sums.add_in_fp32 = wrong
 
 
 PLANTS = [

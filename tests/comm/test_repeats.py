@@ -23,14 +23,12 @@ from test_rows_in_messages import in_fragments, posted, rows_like
 from ds_zipccl import codecs, comm
 from ds_zipccl.codecs import compress
 from ds_zipccl.codecs.known import FRAME_BYTES
+from ds_zipccl.comm.buffer_pool import Latest
 from ds_zipccl.comm.group_state import group_state
-from ds_zipccl.comm.host import byte_words
-from ds_zipccl.comm.host.frames import FrameCoder
+from ds_zipccl.comm.host import repeats
+from ds_zipccl.comm.host.frames import SAMPLE_BYTES, ByteCoder, FrameCoder
 from ds_zipccl.comm.host.p2p import known, message
-from ds_zipccl.comm.host.p2p.known import Latest
-from ds_zipccl.comm.host.repeats import memory as repeats
-from ds_zipccl.comm.host.repeats.exchange import RepeatedSegments
-from ds_zipccl.comm.host.repeats.memory import Places, RepeatMemory, Words
+from ds_zipccl.comm.host.repeats import Places, RepeatedSegments, RepeatMemory, Words
 from ds_zipccl.comm.transport.protocol import TagRange
 from ds_zipccl.config import ZipcclConfig
 from ds_zipccl.frame import CodecId, parse
@@ -160,7 +158,7 @@ def programs(
                     flying.pop()()
             else:
                 repeats.forget()
-            assert group_state(None).of(RepeatMemory).tally.nbytes <= 2 * ranks * limit_kib << 10  # type: ignore[union-attr]
+            assert group_state(None).of(RepeatMemory).nbytes <= 2 * ranks * limit_kib << 10  # type: ignore[union-attr]
         while flying:
             flying.pop()()
         return sum(parse(frame).codec == CodecId.KNOWN for frame in frames)
@@ -191,7 +189,9 @@ def fragments_in_reverse(patch: pytest.MonkeyPatch, rank: int) -> None:
 
     def wrong(self: Any, peer: int, nbytes: int, digests: Sequence[bytes]) -> Any:
         found = kept(self, peer, nbytes, digests)
-        segments = [one for one in self.received.get(peer, ()) if one.frames and found is one.frames[len(digests) - 1]]
+        segments = [
+            one for one in self.coming.seen.get(peer, ()) if one.frames and found is one.frames[len(digests) - 1]
+        ]
         return segments[0].frames[-len(digests)] if segments else found
 
     patch.setattr(repeats.Repeats, "kept", wrong)
@@ -253,9 +253,9 @@ def frames_and_memory(rank: int, ranks: int) -> None:
             assert (op in ("all_to_all_single", "all_to_all") and rows == "auto") == any(
                 parse(f).codec == CodecId.ROWS for f in sent[:2]
             )
-            assert 0 < memory.tally.nbytes <= 2 * 1500 * 256 * 2 * ranks
+            assert 0 < memory.nbytes <= 2 * 1500 * 256 * 2 * ranks
             assert hashes_among(again := sends(rank, call, config, again=True)) == len(sent) == len(again)
-            assert memory.tally.nbytes == 0
+            assert memory.nbytes == 0
             (row,) = counters.rows()
             assert row["repeats"] and row["wire_bytes"] == sum(frame.numel() for frame in (*sent, *again))
             assert not hashes_among(sends(rank, call, config, again=True))
@@ -380,10 +380,10 @@ def kept() -> RepeatMemory:
     memory = RepeatMemory()
     places = Places({1: [NBYTES // 4]}, {1: [NBYTES // 4]})
     found = memory.open([places], FORWARD, 1 << 20, False, "all_reduce", 1.0)
-    for slots in (found.leaving, found.coming):
-        segment = found.begin(slots, 0, 1).kept
+    for side in (found.leaving, found.coming):
+        segment = found.begin(side, 0, 1).kept
         assert segment is not None
-        segment.add(DIGEST, NBYTES, torch.zeros(48, dtype=torch.uint8) if slots is found.coming else None)
+        segment.add(DIGEST, NBYTES, torch.zeros(48, dtype=torch.uint8) if side is found.coming else None)
     found.end(drop=False)
     return memory
 
@@ -397,11 +397,11 @@ def test_equal_bytes_of_other_words_are_no_repeat(words: Words) -> None:
     again = memory.open([places], words, 1 << 20, True, "all_reduce", 1.0)
     same = words == FORWARD
     assert again.like(1, NBYTES) is same
-    assert again.repeats(1, NBYTES, [DIGEST]) is same
+    assert again.repeats(again.leaving, 1, NBYTES, [DIGEST]) is same
     assert (again.kept(1, NBYTES, [DIGEST]) is not None) is same
     again.end(drop=True)
     assert again.kept(1, NBYTES, [DIGEST]) is None, "an operation that has ended holds no frames"
-    assert memory.tally.nbytes == 48
+    assert memory.nbytes == 48
 
 
 #: Fragments of 128 KiB; a channel remembers 256 KiB.
@@ -520,13 +520,13 @@ def two_threads_on_one_channel(rank: int, ranks: int) -> None:
 
 
 def test_the_oldest_kind_is_dropped() -> None:
-    latest: Latest[int] = Latest()
+    latest: Latest[known.Kind, int] = Latest()
     kinds = [(torch.uint8, 10), (torch.int64, 1), (torch.bool, 7)]
     for number, kind in enumerate(kinds):
-        latest.put(kind, number, 18)
-    assert [latest.get(kind) for kind in kinds] == [None, 1, 2] and latest.nbytes() == 15
-    latest.put(kinds[1], 5, 18)
-    latest.put((torch.uint8, 4), 6, 18)
+        latest.put(kind, number, 8 * kind[1] if kind[0] == torch.int64 else kind[1], 18)
+    assert [latest.get(kind) for kind in kinds] == [None, 1, 2] and latest.nbytes == 15
+    latest.put(kinds[1], 5, 8, 18)
+    latest.put((torch.uint8, 4), 6, 4, 18)
     assert [latest.get(kind) for kind in kinds] == [None, 5, None], "a tensor sent again is the latest"
 
 
@@ -545,7 +545,7 @@ def known_frames_are_refused(rank: int, ranks: int) -> None:
             dist.group.WORLD.send([frame], 1, TagRange.POINT_TO_POINT + tag).wait()
         return
     copies, kind = known.inbox(group_state(None), 0).copies(0), (torch.bool, 40000)
-    copies.put(kind, ~mask, 1 << 20)
+    copies.put(kind, ~mask, mask.nbytes, 1 << 20)
     for tag, tensor, said in ((0, mask, "MISMATCH"), (0, mask, ""), (0, floats, ""), (5, numbers, "")):
         with pytest.raises(comm.CommError, match=f"frame from global rank 0 refused.*{said}"):
             comm.recv(torch.zeros_like(tensor), 0, None, tag, config=CODED)
@@ -616,7 +616,7 @@ def wrong_frames_are_refused(rank: int, ranks: int, what: str) -> None:
     """The root sends a frame of words that does not fit: of too few bytes, or damaged."""
     tensor = content("bfloat16", 300_001 if what == "odd" else 300_000)
 
-    def wrong(self: byte_words.ByteCoder, flat: torch.Tensor, *more: object) -> torch.Tensor:
+    def wrong(self: ByteCoder, flat: torch.Tensor, *more: object) -> torch.Tensor:
         words = flat[:300_000].view(torch.bfloat16)
         frame = compress(words[:-1] if what == "size" else words, shaped=False, checksum=False)
         if what == "damage":
@@ -624,7 +624,7 @@ def wrong_frames_are_refused(rank: int, ranks: int, what: str) -> None:
         return frame
 
     if rank == 0:
-        byte_words.ByteCoder.compress = wrong  # type: ignore[method-assign]
+        ByteCoder.compress = wrong  # type: ignore[method-assign]
         comm.broadcast(tensor, 0, config=replace(PIECES, staging_mib=64))
         return
     with pytest.raises(comm.CommError, match="frame from global rank 0 refused"):
@@ -636,7 +636,7 @@ def no_frame_is_larger_than_that_of_the_bytes(rank: int, ranks: int) -> None:
     """A sample that shrinks a little, in the middle of bytes that do not: the frame of words is larger than the receiver's buffer."""
     nbytes = 1 << 20
     tensor = content("random", nbytes)
-    middle = (nbytes - byte_words.SAMPLE_BYTES) // 2
+    middle = (nbytes - SAMPLE_BYTES) // 2
     tensor[middle + 4096 : middle + 8192] = content("bfloat16", 4096)
     words = compress(tensor.view(torch.bfloat16), shaped=False, checksum=False)
     assert words.numel() > nbytes + 32, "the data of this test"

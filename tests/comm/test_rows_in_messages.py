@@ -23,8 +23,7 @@ from ds_zipccl import comm, kernels
 from ds_zipccl.codecs import row_segment
 from ds_zipccl.comm.host import pipeline
 from ds_zipccl.comm.host.frames import FrameCoder
-from ds_zipccl.comm.host.rows.coder import RowCoder
-from ds_zipccl.comm.host.rows.memory import MapKey, RowMemory, RowPairs
+from ds_zipccl.comm.host.rows import MapKey, RowCoder, RowMemory, RowPairs
 from ds_zipccl.config import ZipcclConfig
 from ds_zipccl.frame import CodecId, parse
 from ds_zipccl.policy import wire

@@ -15,8 +15,8 @@ from ds_zipccl.comm.context import OpContext, Told, packed, unpacked
 from ds_zipccl.comm.group_state import GroupState, group_nodes, resolve_group
 from ds_zipccl.comm.host import exchange, gather, sums
 from ds_zipccl.comm.host.pipeline import abandon
-from ds_zipccl.comm.host.repeats.exchange import gathered_shards, segments_of, summed_shards
-from ds_zipccl.comm.host.repeats.memory import Places, RepeatMemory, Repeats, Words
+from ds_zipccl.comm.host.repeats import Places, RepeatMemory, Repeats, Words, places_of_shards
+from ds_zipccl.comm.lossy.frames import LossyFrames
 from ds_zipccl.comm.request import Request, compare_by, copy_back, logical_order, memory_order, problem_of, shadow_of
 from ds_zipccl.comm.shadow_check import LossyShadow, Shadow
 from ds_zipccl.comm.spans import cut, length
@@ -33,11 +33,11 @@ _Collective = Callable[[OpContext, Request, list[torch.Tensor], list[torch.Tenso
 #: Operation -> the function that writes the outputs, and blocks. Tensors are flat, contiguous, of one dtype on one device, in the element
 #: order of the request.
 COLLECTIVES: dict[str, _Collective] = {
-    "all_gather": gather.gather_list,
+    "all_gather": gather.gather_shards,
     "all_gather_into_tensor": gather.gather_shards,
     "all_gather_coalesced": gather.gather_shards,
-    "all_to_all": exchange.exchange_lists,
-    "all_to_all_single": exchange.exchange_segments,
+    "all_to_all": exchange.exchange,
+    "all_to_all_single": exchange.exchange,
     "broadcast": gather.broadcast,
     "reduce_scatter_tensor": sums.reduce_scatter_tensor,
     "reduce_scatter": sums.reduce_scatter_list,
@@ -70,14 +70,16 @@ def refuse_capture(op: str, device: torch.device) -> None:
 
 def open_context(request: Request, decision: Decision) -> OpContext:
     """Return the context of a request, with the next tags of its group. Every rank calls in program order."""
-    return OpContext(
+    ctx = OpContext(
         *request.call(decision.codec),
         nodes=group_nodes(resolve_group(request.group)) if decision.by_node else (),
         with_base=decision.with_base,
         sums=decision.frames and request.sum.op is not None,
         rows=wire.may_have_rows(request.options.config, request.op, request.options.role, decision.codec),
-        lossy=decision.lossy,
     )
+    if decision.lossy is not None:
+        ctx.rounding = LossyFrames(ctx, decision.lossy)
+    return ctx
 
 
 def start(request: Request, decision: Decision, timer: CallTimer | None = None) -> Any:
@@ -132,8 +134,8 @@ def start(request: Request, decision: Decision, timer: CallTimer | None = None) 
 
 def _repeats(ctx: OpContext, request: Request) -> Repeats | None:
     """Reserve the segments of a call that are kept, and find those that it may repeat, in program order; None where there are none."""
-    keeps = wire.keeps_repeats(ctx.config, ctx.role, request.options.kind)
-    if request.op not in wire.REPEATED_OPS or request.base is not None or not keeps or ctx.nodes or ctx.lossy:
+    keeps = wire.keeps_repeats(request.options.config, request.options.role, request.options.kind)
+    if request.op not in wire.REPEATED_OPS or request.base is not None or not keeps or ctx.nodes or ctx.rounding:
         return None
     return ctx.state.of(RepeatMemory).open(
         _places_of(ctx, request),
@@ -150,15 +152,16 @@ def _places_of(ctx: OpContext, request: Request) -> Sequence[Places]:
     itemsize = request.tensor.element_size()
     traffic = OPS[request.op].traffic
     if traffic == "all_gather":
-        return [gathered_shards(ctx, [request.inputs[0].numel()] * ctx.size, itemsize)]
+        return [places_of_shards(ctx, [request.inputs[0].numel()] * ctx.size, itemsize, gathered=True)]
     if traffic == "all_to_all":
-        return segments_of(request.segments.leaving, request.segments.coming, ctx)
+        one = ({peer: [sizes[peer]] if sizes[peer] else [] for peer in ctx.peers} for sizes in request.segments[:2])
+        return [Places(*one)]
     if traffic == "reduce_scatter":
         own = [tensor.numel() for tensor in request.inputs]
-        return [summed_shards(ctx, own if len(own) == ctx.size else [own[0] // ctx.size] * ctx.size, itemsize)]
+        return [places_of_shards(ctx, own if len(own) == ctx.size else [own[0] // ctx.size] * ctx.size, itemsize)]
     numel = sum(tensor.numel() for tensor in request.outputs)  # contributions, then sums
     numels = [length(part) for part in cut(numel, ctx.transport.ring_chunk("all_reduce", numel, itemsize), ctx.size)]
-    return [places(ctx, numels, itemsize, exchanges=2) for places in (summed_shards, gathered_shards)]
+    return [places_of_shards(ctx, numels, itemsize, exchanges=2, gathered=gathered) for gathered in (False, True)]
 
 
 # ---- checked calls

@@ -16,7 +16,6 @@ counterpart the sizes of the parts, which must be those that the ranks of the no
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 
@@ -25,7 +24,7 @@ from ds_zipccl.comm.buffer_pool import PooledBuffers
 from ds_zipccl.comm.context import OpContext
 from ds_zipccl.comm.host.frames import FrameCoder
 from ds_zipccl.comm.host.pipeline import Exchange, Fragments, detached, open_exchange, run_pipeline
-from ds_zipccl.comm.host.rows.coder import coder_of
+from ds_zipccl.comm.host.rows import coder_of
 from ds_zipccl.comm.request import Request
 from ds_zipccl.policy import admission
 
@@ -36,8 +35,8 @@ _EXCHANGES = 3
 def exchange_by_node(ctx: OpContext, request: Request, whole: torch.Tensor, outputs: Sequence[torch.Tensor]) -> None:
     """Send the segments of ``whole`` to the ranks, and write the segment from rank r to ``outputs[r]``. Blocks.
 
-    All tensors are flat. All nodes of ``ctx.nodes`` have the same number of ranks. Segments are laid end to end, so that a lossy codec must
-    round each value by itself.
+    All tensors are flat. All nodes of ``ctx.nodes`` have the same number of ranks. Segments are laid end to end, so that values must
+    be rounded each by itself, if they are.
 
     Raises:
         CommError: as any exchange; and a rank sends other sizes than the ranks of this node expect.
@@ -46,84 +45,108 @@ def exchange_by_node(ctx: OpContext, request: Request, whole: torch.Tensor, outp
     coder = coder_of(ctx, request.segments.row_width, request.options.kind, exact)
     # a fragment of an output is written before the same elements of the input are sent: no source may share memory with it
     (whole,) = detached([whole], outputs, [whole[:0]])
-    sources = whole.split(list(request.segments.leaving))
-    outputs[ctx.rank].copy_(sources[ctx.rank])
-    buffers = PooledBuffers()
     with (
         open_exchange(ctx, 0, control=True) as control,
         open_exchange(ctx, 1, coder) as across,
         open_exchange(ctx, 2, FrameCoder(ctx, raw=True, exact=exact)) as inside,
         open_exchange(ctx, 3, control=True) as onward,
     ):
-        sizes = _Sizes(ctx, control, sources, outputs, even=request.numel is not None)
-        _NodeExchange(ctx, sizes, across, inside, onward, whole, sources, outputs, buffers, coder).run()
-        sizes.verify()
-    buffers.release()
+        _NodeExchange(ctx, request, coder, (control, across, inside, onward), whole, outputs).run()
 
 
-@dataclass(frozen=True)
 class _Stream:
-    """The parts that rank ``source`` of another node sends to the ranks of this node, ``sizes`` elements each, laid end to end in fragments
-    of ``fragment`` elements. Rank ``carrier`` of this node receives the stream."""
+    """The parts that rank ``source`` of another node sends to the ranks of this node, ``sizes`` elements each, laid end to end in ``steps``
+    fragments. Rank ``carrier`` of this node receives the stream."""
 
-    source: int
-    carrier: int
-    sizes: Sequence[int]
-    fragment: int
-
-    @property
-    def steps(self) -> int:
-        """Return the number of fragments."""
-        return -(-sum(self.sizes) // self.fragment)
+    def __init__(self, ctx: OpContext, source: int, carrier: int, sizes: Sequence[int], itemsize: int) -> None:
+        self.source, self.carrier, self._sizes, self.total = source, carrier, sizes, sum(sizes)
+        self.fragment = ctx.fragment_numel(self.total, itemsize, _EXCHANGES)
+        self.steps = -(-self.total // self.fragment)
 
     def numel(self, step: int) -> int:
         """Return the elements of a fragment; 0 beyond the last fragment."""
-        return max(0, min(self.fragment, sum(self.sizes) - step * self.fragment))
+        return max(0, min(self.fragment, self.total - step * self.fragment))
 
     def part(self, at: int, step: int) -> tuple[slice, slice]:
         """Return the elements of part ``at`` in a fragment, as a slice of the fragment and as a slice of the part."""
-        begin, before = step * self.fragment, sum(self.sizes[:at])
+        begin, before = step * self.fragment, sum(self._sizes[:at])
         first = max(begin, before)
-        last = max(first, min(begin + self.fragment, before + self.sizes[at]))
+        last = max(first, min(begin + self.fragment, before + self._sizes[at]))
         return slice(first - begin, last - begin), slice(first - before, last - before)
 
 
-class _Sizes:
-    """The sizes of the segments that arrive in this node. The constructor blocks until the neighbors have told the sizes that they expect.
-
-    ``coming[i][r]``: elements from rank r to rank i of this node.
-    """
+class _NodeExchange:
+    """The steps of an all-to-all by node, see :meth:`run`. The constructor blocks until the neighbors have told the sizes that they expect.
+    ``exchanges``: of the sizes, between nodes, inside the node, and of the parts that are forwarded."""
 
     def __init__(
         self,
         ctx: OpContext,
-        control: Exchange,
-        sources: Sequence[torch.Tensor],
+        request: Request,
+        coder: FrameCoder,
+        exchanges: Sequence[Exchange],
+        whole: torch.Tensor,
         outputs: Sequence[torch.Tensor],
-        even: bool,
     ) -> None:
-        self._ctx, self._control = ctx, control
-        self.node = next(ranks for ranks in ctx.nodes if ctx.rank in ranks)
-        local_rank, at = self.node.index(ctx.rank), list(ctx.nodes).index(self.node)
+        self._ctx, self._outputs, self._buffers = ctx, outputs, PooledBuffers()
+        self._control, self._across, self._inside, self._onward = exchanges
+        sources = whole.split(list(request.segments.leaving))
+        outputs[ctx.rank].copy_(sources[ctx.rank])
+        self._node = next(ranks for ranks in ctx.nodes if ctx.rank in ranks)
+        self._local_rank, at = self._node.index(ctx.rank), list(ctx.nodes).index(self._node)
         #: Every rank begins with another node, so that not all frames enter one node at a time.
-        self.others = [*ctx.nodes[at + 1 :], *ctx.nodes[:at]]
-        self.counterparts = [ranks[local_rank] for ranks in self.others]
-        own = [output.numel() for output in outputs]
+        self._others = [*ctx.nodes[at + 1 :], *ctx.nodes[:at]]
+        self._counterparts = [ranks[self._local_rank] for ranks in self._others]
+        self._neighbors = [rank for rank in self._node if rank != ctx.rank]
         self._told: dict[int, torch.Tensor] = {}  # counterpart -> the sizes of its parts
-        if even:
-            self.coming: Sequence[Sequence[int]] = [own] * len(self.node)
-            return
-        numbers = tensors.of_numbers(own, torch.int64).to(outputs[0].device)
-        told = {rank: torch.empty_like(numbers) for rank in self.node if rank != ctx.rank}
-        self._told = {rank: torch.empty_like(numbers[: len(self.node)]) for rank in self.counterparts}
+        #: ``coming[i][r]``: elements from rank r to rank i of this node.
+        self._coming: Sequence[Sequence[int]] = [[output.numel() for output in outputs]] * len(self._node)
+        if request.numel is None:
+            self._tell_sizes(sources)
+        segments = [_laid(whole, sources, ranks) for ranks in self._others]
+        self._leaving = Fragments(ctx, segments, _EXCHANGES)
+        # only segments that the counterpart keeps
+        leaving = zip(self._counterparts, segments, strict=True)
+        coder.search({peer: segment for peer, segment in leaving if self._is_kept(segment.numel())})
+        self._straight = Fragments(ctx, [sources[rank] for rank in self._neighbors], _EXCHANGES)
+        self._straight_in = Fragments(ctx, [outputs[rank] for rank in self._neighbors], _EXCHANGES)
+        streams = [
+            _Stream(ctx, source, carrier, [coming[source] for coming in self._coming], whole.element_size())
+            for ranks in self._others
+            for source, carrier in zip(ranks, self._node, strict=True)
+        ]
+        self._carried = [stream for stream in streams if stream.carrier == ctx.rank]
+        # in the order in which their carrier sends: that of the nodes after this node, which is equal on all ranks of a node
+        self._handed = [stream for stream in streams if stream.carrier != ctx.rank]
+        #: What has been received of a stream, where row frames may refer to it.
+        self._kept = {
+            stream.source: self._buffers.empty(stream.total, whole.dtype, whole.device)
+            for stream in self._carried
+            if coder.refers and self._is_kept(stream.total)
+        }
+        most = max((stream.numel(0) for stream in self._carried if stream.source not in self._kept), default=0)
+        # one at a time: parts are copied into frames
+        self._fragment = self._buffers.empty(most, whole.dtype, whole.device)
+        counts = (self._leaving.steps, self._straight.steps, self._straight_in.steps)
+        self._steps = max(*counts, *(stream.steps for stream in streams))
+
+    def _tell_sizes(self, sources: Sequence[torch.Tensor]) -> None:
+        """Tell the neighbors the sizes that this rank expects, and the counterparts those of their parts. Blocks until the neighbors have
+        told theirs."""
+        ctx, (own, *_) = self._ctx, self._coming
+        numbers = tensors.of_numbers(own, torch.int64).to(self._outputs[0].device)
+        told = {rank: torch.empty_like(numbers) for rank in self._neighbors}
+        self._told = {rank: torch.empty_like(numbers[: len(self._node)]) for rank in self._counterparts}
         for rank, place in (*told.items(), *self._told.items()):
-            control.post_recv(rank, place)
-        control.send(numbers, *told)
-        for ranks, counterpart in zip(self.others, self.counterparts, strict=True):
+            self._control.post_recv(rank, place)
+        self._control.send(numbers, *told)
+        for ranks, counterpart in zip(self._others, self._counterparts, strict=True):
             parts = tensors.of_numbers([sources[rank].numel() for rank in ranks], torch.int64)
-            control.send(parts.to(numbers.device), counterpart)
-        self.coming = [own if rank == ctx.rank else control.recv(rank, told[rank]).tolist() for rank in self.node]
-        for rank, found in zip(self.node, self.coming, strict=True):
+            self._control.send(parts.to(numbers.device), counterpart)
+        self._coming = [
+            own if rank == ctx.rank else self._control.recv(rank, told[rank]).tolist() for rank in self._node
+        ]
+        for rank, found in zip(self._node, self._coming, strict=True):
             sent = sources[rank].numel()
             if min(found) < 0 or found[ctx.rank] != sent:
                 raise ctx.error(
@@ -131,7 +154,7 @@ class _Sizes:
                     f"sizes that agree"
                 )
 
-    def verify(self) -> None:
+    def _verify_sizes(self) -> None:
         """Wait for the sizes that the counterparts send, and compare them with the sizes that the ranks of this node expect. A second call
         does nothing.
 
@@ -141,72 +164,16 @@ class _Sizes:
         while self._told:
             rank, place = self._told.popitem()
             sent = self._control.recv(rank, place).tolist()
-            wanted = [coming[rank] for coming in self.coming]
+            wanted = [coming[rank] for coming in self._coming]
             if sent != wanted:
                 raise self._ctx.error(
                     f"global rank {self._ctx.global_rank(rank)} sends segments of {sent} elements to the ranks of this node, which "
                     f"expect {wanted}; give split sizes that agree"
                 )
 
-
-class _NodeExchange:
-    """The steps of an all-to-all by node, see :meth:`run`."""
-
-    def __init__(
-        self,
-        ctx: OpContext,
-        sizes: _Sizes,
-        across: Exchange,
-        inside: Exchange,
-        onward: Exchange,
-        whole: torch.Tensor,
-        sources: Sequence[torch.Tensor],
-        outputs: Sequence[torch.Tensor],
-        buffers: PooledBuffers,
-        coder: FrameCoder,
-    ) -> None:
-        self._ctx, self._sizes, self._outputs = ctx, sizes, outputs
-        self._across, self._inside, self._onward = across, inside, onward
-        self._neighbors = [rank for rank in sizes.node if rank != ctx.rank]
-        segments = [_laid(whole, sources, ranks) for ranks in sizes.others]
-        self._leaving = Fragments(ctx, segments, _EXCHANGES)
-        # only segments that the counterpart keeps
-        coder.search(
-            {
-                counterpart: segment
-                for counterpart, segment in zip(sizes.counterparts, segments, strict=True)
-                if self._is_kept(segment.numel())
-            }
-        )
-        self._straight = Fragments(ctx, [sources[rank] for rank in self._neighbors], _EXCHANGES)
-        self._straight_in = Fragments(ctx, [outputs[rank] for rank in self._neighbors], _EXCHANGES)
-        streams = [
-            self._stream(ranks[local_rank], carrier)
-            for ranks in sizes.others
-            for local_rank, carrier in enumerate(sizes.node)
-        ]
-        self._carried = [stream for stream in streams if stream.carrier == ctx.rank]
-        # in the order in which their carrier sends: that of the nodes after this node, which is equal on all ranks of a node
-        self._handed = [stream for stream in streams if stream.carrier != ctx.rank]
-        self._steps = max(
-            self._leaving.steps,
-            self._straight.steps,
-            self._straight_in.steps,
-            *(stream.steps for stream in streams),
-        )
-        kept = {
-            stream.source: buffers.empty(sum(stream.sizes), whole.dtype, whole.device)
-            for stream in self._carried
-            if coder.refers and self._is_kept(sum(stream.sizes))
-        }
-        #: What has been received of a stream, where row frames may refer to it.
-        self._kept: dict[int, torch.Tensor] = kept
-        most = max((stream.numel(0) for stream in self._carried if stream.source not in kept), default=0)
-        self._fragment = buffers.empty(most, whole.dtype, whole.device)  # one at a time: parts are copied into frames
-
     def _is_kept(self, numel: int) -> bool:
         """Return whether the receiver of a segment of ``numel`` elements keeps all of it, equally on both sides."""
-        return numel * self._outputs[0].element_size() * len(self._sizes.others) <= self._ctx.config.staging_mib << 20
+        return numel * self._outputs[0].element_size() * len(self._others) <= self._ctx.config.staging_mib << 20
 
     def _place(self, stream: _Stream, step: int) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return the memory for a fragment, and the kept elements in front of it."""
@@ -216,14 +183,11 @@ class _NodeExchange:
         begin = min(step * stream.fragment, kept.numel())
         return kept[begin : begin + numel], kept[:begin]
 
-    def _stream(self, source: int, carrier: int) -> _Stream:
-        sizes = [coming[source] for coming in self._sizes.coming]
-        numel, itemsize = sum(sizes), self._outputs[0].element_size()
-        return _Stream(source, carrier, sizes, self._ctx.fragment_numel(numel, itemsize, _EXCHANGES))
-
     def run(self) -> None:
         """Run the exchange; blocks until the outputs are written and all frames are posted."""
         run_pipeline(self._steps, self._post, self._forward, self._take)
+        self._verify_sizes()
+        self._buffers.release()
 
     def _post(self, step: int) -> None:
         """Post the receives between nodes, the receives inside the node, and the own sends of a step."""
@@ -234,7 +198,7 @@ class _NodeExchange:
             self._send(step)
         else:  # the sizes arrive while the first fragments are compressed; gloo ends a process that gets more than it expects
             self._send(step)
-            self._sizes.verify()
+            self._verify_sizes()
             self._expect(step)
 
     def _expect(self, step: int) -> None:
@@ -245,24 +209,23 @@ class _NodeExchange:
 
     def _send(self, step: int) -> None:
         by_rank = [tensors.empty(0, torch.uint8)] * self._ctx.size
-        for counterpart, fragment in zip(self._sizes.counterparts, self._leaving.at(step), strict=True):
+        for counterpart, fragment in zip(self._counterparts, self._leaving.at(step), strict=True):
             by_rank[counterpart] = fragment
-        self._across.send_each(by_rank, self._sizes.counterparts)
+        self._across.send_each(by_rank, self._counterparts)
         for neighbor, fragment in zip(self._neighbors, self._straight.at(step), strict=True):
             self._inside.send(fragment, neighbor)
 
     def _forward(self, step: int) -> None:
         """Take the frames of a step: the own parts go to the outputs, other parts to the neighbors."""
         self._onward.next_step()
-        own = self._sizes.node.index(self._ctx.rank)
         for stream in self._handed:
-            self._onward.post_recv(stream.carrier, self._outputs[stream.source][stream.part(own, step)[1]])
+            self._onward.post_recv(stream.carrier, self._outputs[stream.source][stream.part(self._local_rank, step)[1]])
         for neighbor, place in zip(self._neighbors, self._straight_in.at(step), strict=True):
             self._inside.recv(neighbor, place)
         for stream in self._carried:
             place, earlier = self._place(stream, step)
             fragment = self._across.recv(stream.source, place, earlier=earlier)
-            for at, rank in enumerate(self._sizes.node):
+            for at, rank in enumerate(self._node):
                 here, there = stream.part(at, step)
                 if rank == self._ctx.rank:
                     self._outputs[stream.source][there].copy_(fragment[here])
@@ -271,9 +234,8 @@ class _NodeExchange:
 
     def _take(self, step: int) -> None:
         """Take the parts that the neighbors have forwarded."""
-        own = self._sizes.node.index(self._ctx.rank)
         for stream in self._handed:
-            self._onward.recv(stream.carrier, self._outputs[stream.source][stream.part(own, step)[1]])
+            self._onward.recv(stream.carrier, self._outputs[stream.source][stream.part(self._local_rank, step)[1]])
 
 
 def _laid(whole: torch.Tensor, sources: Sequence[torch.Tensor], ranks: Sequence[int]) -> torch.Tensor:
@@ -288,21 +250,14 @@ def _laid(whole: torch.Tensor, sources: Sequence[torch.Tensor], ranks: Sequence[
 # ---- the collectives
 
 
-def exchange_segments(
-    ctx: OpContext, request: Request, inputs: list[torch.Tensor], outputs: list[torch.Tensor]
-) -> None:
-    """Segments of one input go to the ranks, segments of one output come from the ranks."""
-    places = outputs[0].split(request.segments.coming)
-    if ctx.nodes:
-        exchange_by_node(ctx, request, inputs[0], places)
-    else:
-        exchange_lists(ctx, request, inputs[0].split(request.segments.leaving), places)
-
-
-def exchange_lists(
-    ctx: OpContext, request: Request, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]
-) -> None:
-    """Input r goes to rank r; output r comes from rank r."""
+def exchange(ctx: OpContext, request: Request, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> None:
+    """Segment r of the input goes to rank r, segment r of the output comes from it: tensors of a list, or parts of one tensor."""
+    if request.op == "all_to_all_single":
+        outputs = outputs[0].split(request.segments.coming)
+        if ctx.nodes:
+            exchange_by_node(ctx, request, inputs[0], outputs)
+            return
+        inputs = inputs[0].split(request.segments.leaving)
     coder = coder_of(ctx, request.segments.row_width, request.options.kind, _is_small(ctx, inputs))
     sources = detached(inputs, outputs, outputs)
     leaving, coming = Fragments(ctx, sources), Fragments(ctx, [outputs[peer] for peer in ctx.peers])
@@ -329,5 +284,6 @@ def exchange_lists(
 
 
 def _is_small(ctx: OpContext, inputs: Sequence[torch.Tensor]) -> bool:
-    """Return whether the tensors that this rank sends are too small to be lossy. Ranks may differ: a frame tells its values."""
+    """Return whether the tensors that this rank sends are so small that values stay as they are. Ranks may differ: a
+    frame tells its values."""
     return admission.is_small(sum(flat.nbytes for flat in inputs), ctx.config)

@@ -9,18 +9,21 @@ from typing import Any
 
 import torch
 
-from ds_zipccl import kernels
+from ds_zipccl import kernels, tensors
 from ds_zipccl.codecs import CODECS, compress, compress_bound, compress_segments, decompress, decompress_add
 from ds_zipccl.codecs.known import NO_KEY
 from ds_zipccl.comm.buffer_pool import PooledBuffers
 from ds_zipccl.comm.context import OpContext
 from ds_zipccl.comm.group_state import hash_key, region_hash
-from ds_zipccl.comm.lossy.frames import LossyFrames
 from ds_zipccl.comm.work import CommError
-from ds_zipccl.frame import FrameError
+from ds_zipccl.frame import HEADER_BYTES, FrameError, parse
 from ds_zipccl.kernels import sums as plain_sums
 from ds_zipccl.policy import wire
+from ds_zipccl.policy.admission import CODED_DTYPES
 from ds_zipccl.telemetry import ranges
+
+#: Bytes of a sample of bytes (seed: three compressions of it take some 50 us, a fragment of a megabyte takes ten times as long).
+SAMPLE_BYTES = 32 << 10
 
 
 class FrameCoder:
@@ -28,34 +31,27 @@ class FrameCoder:
 
     All calls on CPU tensors block. Other calls are made inside of the context's ``working()``; where frames go through host memory,
     compressing blocks, and decompressing is done at the end of ``working()``. ``raw``: all frames are raw. ``exact``: the frames carry
-    values as they are, whatever the operation allows. ``block``: of the frames, where it is not the configured one.
+    values as they are, whatever the operation allows. ``block``: of the frames, where it is not the configured one. ``route``: the kernels.
     """
+
+    #: Frames may refer to words in front of them in their segment, which the receiver then holds.
+    refers = False
 
     def __init__(self, ctx: OpContext, raw: bool = False, exact: bool = False, block: int = 0) -> None:
         self._ctx = ctx
         self._chosen = "raw" if raw else ctx.codec
         self._block: int = block or ctx.config.block
         self._least_block: int = self._block
-        self._route = kernels.preferred(ctx.config.route, ctx.device)
+        self.route = kernels.preferred(ctx.config.route, ctx.device)
+        # no exact frame depends on frames whose values change
+        self._backoff = ctx.state.backoff(ctx.op, ctx.role, "exact" if ctx.rounding is None else "rounded")
         self._staging = ctx.staging
-        self._lossy = None
-        if ctx.lossy is not None and not exact:
-            assert ctx.staging is None, "admission lets no lossy codec through for tensors that are staged"
-            self._lossy = LossyFrames(ctx, ctx.lossy, self._block, self._route)
+        self._rounding: Any = None if exact else ctx.rounding
+        self.exact = self._rounding is None
+        assert self.exact or self._staging is None, "admission lets no staged tensor through whose values change"
 
-    @property
-    def route(self) -> str:
-        """Return the kernels of the operation."""
-        return self._route
-
-    @property
-    def lossy(self) -> bool:
-        """Return whether a lossy codec changes the values in frames."""
-        return self._lossy is not None
-
-    @property
-    def refers(self) -> bool:
-        """Return whether frames may refer to words in front of them in their segment, which the receiver then holds."""
+    def announce(self, fragments: Sequence[torch.Tensor], peers: Sequence[int]) -> bool:
+        """See :meth:`.pipeline.Exchange.announce`. Nothing is kept here."""
         return False
 
     def search(self, segments: Mapping[int, torch.Tensor]) -> None:
@@ -79,8 +75,8 @@ class FrameCoder:
     ) -> torch.Tensor:
         """Return the frame of ``flat`` in memory of ``buffers``; with ``base``, the frame is a difference against ``base``.
 
-        ``own_place``: flat memory that gets the values of a lossy frame as its receivers see them; it may be ``flat``. Other frames do not
-        write there.
+        ``own_place``: flat memory that gets the values of a frame as its receivers see them, where the frame changes them; it may be
+        ``flat``.
         """
         return self.compress_each([flat], buffers, base, own_place)[0]
 
@@ -93,15 +89,18 @@ class FrameCoder:
     ) -> list[torch.Tensor]:
         """Return the frames of tensors of one dtype, compressed in one kernel call. Only a single tensor may have a base or an own place,
         as for :meth:`compress`."""
-        codec, block = "delta" if base is not None else self._codec(min(flat.nbytes for flat in flats)), self._block
+        block = self._block
+        codec = "delta" if base is not None else wire.frame_codec(self._chosen, min(flat.nbytes for flat in flats))
+        if codec not in ("delta", "raw") and self._backoff.skips():
+            codec = "raw"
         with ranges.inside(ranges.ENCODE):
-            if self._lossy is not None:
-                frames = [self._lossy.compress(flat, codec != "raw", buffers, own_place) for flat in flats]
+            if self._rounding is not None:
+                frames = [self._rounding.compress(flat, codec, block, buffers, own_place) for flat in flats]
             elif self._staging is not None:
                 frames = self._staging.compress(flats, codec, block, buffers)
             else:
                 outs = [buffers.take(compress_bound(flat.numel(), flat.dtype, codec, block=block)) for flat in flats]
-                named: dict[str, Any] = {"block": block, "route": self._route}
+                named: dict[str, Any] = {"block": block, "route": self.route}
                 frames = (
                     compress_segments(flats, outs, codec, **named)
                     if len(flats) > 1
@@ -109,12 +108,8 @@ class FrameCoder:
                 )
         if base is None and codec != "raw":
             logical, sent = sum(flat.nbytes for flat in flats), sum(frame.nbytes for frame in frames)
-            self._ctx.backoff.note(not wire.incompressible(logical, sent))
+            self._backoff.note(not wire.incompressible(logical, sent))
         return frames
-
-    def _codec(self, nbytes: int) -> str:
-        codec = wire.frame_codec(self._chosen, nbytes)
-        return "raw" if codec != "raw" and self._ctx.backoff.skips() else codec
 
     def recv_buffer(self, numel: int, dtype: torch.dtype, buffers: PooledBuffers) -> torch.Tensor:
         """Return memory, 1-D uint8, that holds a frame of ``numel`` elements by any codec that the sender may choose."""
@@ -140,7 +135,7 @@ class FrameCoder:
                 return self._staging.decompress(frame, out, partial(self._refusal, peer))
             key = NO_KEY if base is None else hash_key()
             data = out.data  # torch's collectives count no version either
-            decompress(frame, data, base=base, earlier=earlier, key=key, route=self._route)
+            decompress(frame, data, base=base, earlier=earlier, key=key, route=self.route)
             return out
 
     def decompress_kept(
@@ -156,7 +151,7 @@ class FrameCoder:
     def hash(self, words: torch.Tensor) -> bytes:
         """Return the hash of flat words, with the key of the job; blocks, and waits for the device of the words."""
         if self._staging is None:
-            return region_hash(words, route=self._route)
+            return region_hash(words, route=self.route)
         return self._staging.hash(words, hash_key())
 
     def decompress_add(self, frame: torch.Tensor, peer: int, dtype: torch.dtype, sums: torch.Tensor) -> None:
@@ -168,11 +163,11 @@ class FrameCoder:
         with ranges.inside(ranges.DECODE, self.refusing(peer)):
             if self._staging is not None:
                 return self._staging.decompress_add(frame, dtype, sums, partial(self._refusal, peer))
-            decompress_add(frame, sums.data, dtype=dtype, route=self._route)
+            decompress_add(frame, sums.data, dtype=dtype, route=self.route)
 
     def add(self, values: torch.Tensor, sums: torch.Tensor) -> None:
         """Add ``values`` to ``sums``, of their dtype or float32."""
-        add = plain_sums.add if self._staging is not None else kernels.adder(self._route, self._ctx.device)
+        add = plain_sums.add if self._staging is not None else kernels.adder(self.route, self._ctx.device)
         add(values, sums)
 
     @contextmanager
@@ -185,3 +180,90 @@ class FrameCoder:
 
     def _refusal(self, peer: int, error: FrameError) -> CommError:
         return self._ctx.error(f"frame from global rank {self._ctx.global_rank(peer)} refused: {error}")
+
+
+class ByteCoder(FrameCoder):
+    """The frames of messages of bytes: flat contiguous uint8 tensors in host memory, at any address and of any size, which may be words of
+    a coded dtype, such as the views by which DeepSpeed broadcasts parameters.
+
+    The sender looks at a sample and decides alone: the frame's header names the dtype. The receiver takes a frame of bytes, or one of
+    another coded dtype with the same bytes. No frame is larger than that of the bytes, so that receive buffers are those of bytes.
+    """
+
+    def __init__(self, ctx: OpContext) -> None:
+        super().__init__(ctx)
+        self._raw = FrameCoder(ctx, raw=True)  # bytes that are no words say nothing about the next message
+
+    def compress(
+        self,
+        flat: torch.Tensor,
+        buffers: PooledBuffers,
+        base: torch.Tensor | None = None,
+        own_place: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Return a frame of ``flat`` or of its words, in memory of ``buffers``. ``base`` and ``own_place`` are not used: bytes of a
+        broadcast have no base, and are exact."""
+        dtype = self._words_of(flat)
+        if dtype is not None:
+            frame = super().compress(_viewed(flat, dtype), buffers)
+            if frame.nbytes <= HEADER_BYTES + flat.nbytes:
+                return frame
+        return self._raw.compress(flat, buffers)
+
+    def _words_of(self, flat: torch.Tensor) -> torch.dtype | None:
+        """Return the dtype whose words make the smallest frame of a sample from the middle; None if none is smaller than the bytes."""
+        if self._chosen == "raw" or wire.frame_codec(self._chosen, flat.nbytes) == "raw":
+            return None
+        begin = max(0, flat.numel() - SAMPLE_BYTES) // 2 // 16 * 16
+        sample = flat[begin : begin + SAMPLE_BYTES]
+        sizes = {
+            dtype: compress(
+                _viewed(sample[: sample.numel() // dtype.itemsize * dtype.itemsize], dtype),
+                self._chosen,
+                block=self._block,
+                shaped=False,
+                checksum=False,
+                route=self.route,
+            ).numel()
+            for dtype in CODED_DTYPES
+            if flat.numel() % dtype.itemsize == 0
+        }
+        best = min(sizes, key=lambda dtype: sizes[dtype], default=None)
+        return best if best is not None and not wire.incompressible(sample.numel(), sizes[best]) else None
+
+    def decompress(
+        self,
+        frame: torch.Tensor,
+        peer: int,
+        out: torch.Tensor,
+        base: torch.Tensor | None = None,
+        earlier: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Decompress the frame of ``peer``, of bytes or of words, into ``out`` and return ``out``. ``base`` and ``earlier`` are not used.
+
+        Raises:
+            CommError: from FrameError: the frame is damaged, or its size in bytes is not that of ``out``.
+        """
+        dtype = _dtype_of(frame, out.numel())
+        if dtype is None:
+            return super().decompress(frame, peer, out)
+        words = _viewed(out, dtype)
+        super().decompress(frame, peer, words)
+        if words.data_ptr() != out.data_ptr():
+            out.copy_(words.view(torch.uint8))
+        return out
+
+
+def _dtype_of(frame: torch.Tensor, nbytes: int) -> torch.dtype | None:
+    """Return the coded dtype of a frame of ``nbytes``; None for any other frame, damaged ones among them."""
+    try:
+        header = parse(frame)
+    except FrameError:
+        return None
+    return header.dtype if header.dtype in CODED_DTYPES and header.numel * header.dtype.itemsize == nbytes else None
+
+
+def _viewed(flat: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return bytes as words: a view, or a copy where the bytes do not lie at an address of the dtype."""
+    aligned = flat.storage_offset() % dtype.itemsize == 0 and flat.data_ptr() % dtype.itemsize == 0
+    return (flat if aligned else tensors.empty(flat.numel(), torch.uint8).copy_(flat)).view(dtype)

@@ -24,17 +24,8 @@ from ds_zipccl.comm.bases.state import NOTHING_THERE, SOMETHING_ELSE
 from ds_zipccl.comm.buffer_pool import PooledBuffers
 from ds_zipccl.comm.context import OpContext
 from ds_zipccl.comm.group_state import region_hash
-from ds_zipccl.comm.host.byte_words import ByteCoder
-from ds_zipccl.comm.host.pipeline import (
-    Exchange,
-    Fragments,
-    abandon,
-    detached,
-    open_exchange,
-    run_pipeline,
-    send_own,
-    swap,
-)
+from ds_zipccl.comm.host.frames import ByteCoder
+from ds_zipccl.comm.host.pipeline import Exchange, Fragments, abandon, detached, open_exchange, run_pipeline, swap
 from ds_zipccl.comm.request import Request, equal_shards
 from ds_zipccl.telemetry import counters
 
@@ -56,15 +47,15 @@ def gather(
     """
     sources = detached(own, [place for there in places for place in there], places[ctx.rank])
     exchanges = 2 if ctx.nodes else 1
-    leaving, bases = (Fragments(ctx, flats, exchanges) for flats in (sources, [] if base is None else [base]))
+    leaving, bases = Fragments(ctx, sources, exchanges), Fragments(ctx, [] if base is None else [base], exchanges)
     with open_gather(ctx, index, [Fragments(ctx, there, exchanges) for there in places]) as gathering:
 
         def post(step: int) -> None:
             gathering.expect(step)
-            gathering.send(leaving, bases, step)
+            gathering.send(leaving, step, *bases.at(step))
 
         run_pipeline(leaving.steps, post, *gathering.stages)
-    if ctx.lossy is not None:
+    if ctx.rounding is not None:
         return  # the own places have the values of the own frames
     for source, place in zip(sources, places[ctx.rank], strict=True):
         place.copy_(source)
@@ -114,9 +105,13 @@ class Gathering:
             for place in self._coming[peer].at(step):
                 self._across.post_recv(peer, place)
 
-    def send(self, leaving: Fragments, bases: Fragments, step: int) -> None:
-        """Send the own fragments of a step. ``leaving`` and ``bases``: as in :func:`.pipeline.send_own`."""
-        send_own(self._across, leaving, bases, step, [*self._received, *self._neighbors], self._own)
+    def send(self, leaving: Fragments, step: int, base: torch.Tensor | None = None) -> None:
+        """Send the own fragments of a step, as differences if there is a ``base``. Only a single tensor may have one. The own places get
+        the values that the frames carry, so that all ranks have the same."""
+        peers = [*self._received, *self._neighbors]
+        for fragment, place in zip(leaving.at(step), self._own.at(step), strict=True):
+            self._across.announce([fragment], *peers)
+            self._across.send(fragment, *peers, base=base, own_place=place)
 
     def _forward(self, step: int) -> None:
         self._inside.next_step()
@@ -246,14 +241,11 @@ def _written(done: bool) -> torch.Tensor:
 # ---- the collectives
 
 
-def gather_list(ctx: OpContext, request: Request, inputs: list[torch.Tensor], outputs: list[torch.Tensor]) -> None:
-    """A gather of one tensor; output r is the place of rank r."""
-    gather(ctx, 0, inputs, [[place] for place in outputs])
-
-
 def gather_shards(ctx: OpContext, request: Request, inputs: list[torch.Tensor], outputs: list[torch.Tensor]) -> None:
-    """A gather in which each output consists of the shards of all ranks; as differences if all ranks hold the same base."""
-    places = list(zip(*(equal_shards(whole, ctx.size) for whole in outputs), strict=True))
+    """A gather in which each output consists of the shards of all ranks, or output r of a list is the shard of rank r; as differences if
+    all ranks hold the same base."""
+    wholes = [outputs] if request.op == "all_gather" else [equal_shards(whole, ctx.size) for whole in outputs]
+    places = list(zip(*wholes, strict=True))
     if request.base is not None and ctx.with_base:
         gather_differences(ctx, inputs[0], [place for (place,) in places], request.base)
     else:

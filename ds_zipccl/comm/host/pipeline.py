@@ -18,12 +18,11 @@ import torch
 import torch.distributed as dist
 
 from ds_zipccl import tensors
-from ds_zipccl.codecs.known import FRAME_BYTES, known_frame
 from ds_zipccl.codecs.memory import span
 from ds_zipccl.comm.buffer_pool import PooledBuffers
 from ds_zipccl.comm.context import OpContext
 from ds_zipccl.comm.host.frames import FrameCoder
-from ds_zipccl.comm.host.repeats.exchange import RepeatedSegments
+from ds_zipccl.comm.host.repeats import RepeatedSegments
 from ds_zipccl.comm.spans import length, within
 from ds_zipccl.frame import parse
 from ds_zipccl.policy import wire
@@ -44,32 +43,28 @@ def run_pipeline(steps: int, *stages: Callable[[int], None]) -> None:
                 stage(step - depth * number)
 
 
-class SpanView:
-    """Spans of a flat tensor laid end to end, with the methods of a flat tensor that :class:`Fragments` uses. A fragment is made at each
-    access: a view if the fragment lies in one span, otherwise a copy."""
+class SpanView(Sequence[torch.Tensor]):
+    """Spans of a flat tensor laid end to end, with the methods of a flat tensor that :class:`Fragments` uses; and, after :meth:`split`, the
+    fragments. A fragment is made at each access: a view if the fragment lies in one span, otherwise a copy."""
 
     def __init__(self, flat: torch.Tensor, spans: Sequence[slice]) -> None:
-        self._flat, self._spans = flat, spans
+        self._flat, self._spans, self._each = flat, spans, 1
         self.element_size = flat.element_size
 
     def numel(self) -> int:
         """Return the number of elements of all spans."""
         return sum(map(length, self._spans))
 
-    def split(self, numel: int) -> Sequence[torch.Tensor]:
+    def split(self, numel: int) -> SpanView:
         """Return fragments of ``numel`` elements; the last fragment may be shorter."""
-        return _SpanFragments(self._flat, self._spans, numel, -(-self.numel() // numel))
-
-
-class _SpanFragments(Sequence[torch.Tensor]):
-    def __init__(self, flat: torch.Tensor, spans: Sequence[slice], numel: int, count: int) -> None:
-        self._flat, self._spans, self._numel, self._count = flat, spans, numel, count
+        self._each = numel
+        return self
 
     def __len__(self) -> int:
-        return self._count
+        return -(-self.numel() // self._each)
 
     def __getitem__(self, step: int) -> torch.Tensor:  # type: ignore[override]
-        parts = [self._flat[span] for span in within(self._spans, step * self._numel, (step + 1) * self._numel)]
+        parts = [self._flat[span] for span in within(self._spans, step * self._each, (step + 1) * self._each)]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
@@ -133,9 +128,9 @@ class Exchange:
         tag: int | None = None,
     ) -> None:
         self._ctx, self._control, self._tag = ctx, control, ctx.tag(index) if tag is None else tag
-        self._coder = coder or FrameCoder(ctx, raw=control, exact=control)
+        coder = coder or FrameCoder(ctx, raw=control, exact=control)
+        self._coder = coder if ctx.repeats is None else RepeatedSegments(ctx.repeats, index, coder)
         self._takes_empty = tag is not None
-        self._repeated = RepeatedSegments(ctx.repeats, index, self._coder) if ctx.repeats is not None else None
         self._sends: deque[list[_Posted]] = deque([[]])
         self._receives: defaultdict[int, deque[_Posted]] = defaultdict(deque)
 
@@ -158,14 +153,10 @@ class Exchange:
         keep such segments. All fragments hold their words now. In an operation whose segments are kept, every segment is announced;
         otherwise nothing happens."""
         some = [fragment for fragment in fragments if fragment.numel()]
-        return self._repeated is not None and bool(some) and self._repeated.announce(some, peers)
+        return bool(some) and self._coder.announce(some, peers)
 
     def send(
-        self,
-        flat: torch.Tensor,
-        *peers: int,
-        base: torch.Tensor | None = None,
-        own_place: torch.Tensor | None = None,
+        self, flat: torch.Tensor, *peers: int, base: torch.Tensor | None = None, own_place: torch.Tensor | None = None
     ) -> None:
         """Compress ``flat`` once and post the frame to every peer. With ``base``, which all peers hold, the frame is a difference.
         ``flat`` may be overwritten afterwards. ``own_place``: see :meth:`ds_zipccl.comm.host.frames.FrameCoder.compress`."""
@@ -187,18 +178,11 @@ class Exchange:
                 self.post(self._coder.compress(flat, buffers := PooledBuffers()), flat.nbytes, [peer], buffers)
 
     def _send_own(self, flat: torch.Tensor, peer: int) -> bool:
-        """Send the frame of ``flat`` that is for ``peer`` alone: the hash of the next fragment of a segment that goes as hashes, or what
-        the coder has found; return False where there is none."""
-        digest = None if self._repeated is None else self._repeated.next_hash(peer)
-        if digest is not None:
-            buffers = PooledBuffers()
-            frame = known_frame(flat.dtype, flat.numel(), digest, buffers.take(FRAME_BYTES))
-        elif (found := self._coder.own_frame(peer, flat)) is not None:
-            frame, buffers = found
-        else:
-            return False
-        self.post(frame, flat.nbytes, [peer], buffers)
-        return True
+        """Send the frame of ``flat`` that is for ``peer`` alone; return False where there is none."""
+        found = self._coder.own_frame(peer, flat)
+        if found is not None:
+            self.post(found[0], flat.nbytes, [peer], found[1])
+        return found is not None
 
     def post(self, frame: torch.Tensor, nbytes: int, peers: Sequence[int], buffers: PooledBuffers) -> None:
         """Post a frame of ``nbytes`` of a tensor, in memory of ``buffers``, to every peer."""
@@ -215,10 +199,7 @@ class Exchange:
         a frame that is a difference. ``earlier``: the received part of the segment, directly in front of ``out`` in memory."""
         if out.numel() or self._takes_empty:
             with self._arrived(peer) as posted:
-                if self._repeated is None:
-                    self._coder.decompress(posted.frame, peer, out, base, earlier)
-                else:
-                    self._repeated.decompress(posted.frame, peer, out, earlier)
+                self._coder.decompress(posted.frame, peer, out, base, earlier)
         return out
 
     def forward(self, peer: int, out: torch.Tensor, to: Exchange, peers: Sequence[int]) -> None:
@@ -234,8 +215,7 @@ class Exchange:
         arrives."""
         if sums.numel():
             with self._arrived(peer) as posted:
-                add = self._coder.decompress_add if self._repeated is None else self._repeated.decompress_add
-                add(posted.frame, peer, dtype, sums)
+                self._coder.decompress_add(posted.frame, peer, dtype, sums)
 
     def add(self, values: torch.Tensor, sums: torch.Tensor) -> None:
         """Add flat ``values`` of this rank to flat ``sums`` of the same dtype or float32."""
@@ -292,17 +272,6 @@ class Received:
 
     def add_taken(self, taken: torch.Tensor, sums: torch.Tensor) -> None:
         self._exchange.add(taken, sums)
-
-
-def send_own(
-    exchange: Exchange, leaving: Fragments, bases: Fragments, step: int, peers: Sequence[int], places: Fragments
-) -> None:
-    """Send the own fragments of a step to ``peers``, as differences if ``bases`` has a tensor. Only a single tensor may have a base.
-    ``places``: the own places, which get the values of lossy frames, so that all ranks have the same."""
-    base = next(iter(bases.at(step)), None)
-    for fragment, place in zip(leaving.at(step), places.at(step), strict=True):
-        exchange.announce([fragment], *peers)
-        exchange.send(fragment, *peers, base=base, own_place=place)
 
 
 def detached(

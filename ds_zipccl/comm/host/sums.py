@@ -1,11 +1,18 @@
-"""Sums of shards: every rank sends each peer its shard, and adds the shards that arrive for its own place; or in two levels, see
-:mod:`.sums_by_node`. Of tensors that are the same on all ranks only hashes travel."""
+"""Sums of shards: every rank sends each peer its shard, and adds the shards that arrive for its own place. Of tensors that are the same on
+all ranks only hashes travel.
+
+In two levels, sums go inside each node in raw frames, then between the ranks of one local rank in coded frames. Rank l of a node has local
+rank l. It first sums, for every node i, the shard of rank l of node i over its own node. Then the ranks of a local rank send each other
+these sums of nodes: the elements of a shard enter a node once for each other node, in one frame. Links inside a node are fast, and coding
+would only take time there.
+"""
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 import torch
 
@@ -16,9 +23,8 @@ from ds_zipccl.comm.context import OpContext
 from ds_zipccl.comm.host.frames import FrameCoder
 from ds_zipccl.comm.host.gather import hashed, open_gather
 from ds_zipccl.comm.host.pipeline import Exchange, Fragments, Received, SpanView, detached, open_exchange, run_pipeline
-from ds_zipccl.comm.host.sums_by_node import NodeAdder
-from ds_zipccl.comm.reduction_order import Owned, Reduction
-from ds_zipccl.comm.request import Request
+from ds_zipccl.comm.reduction_order import Owned, Reduction, add_in_fp32
+from ds_zipccl.comm.request import Request, equal_shards
 from ds_zipccl.comm.spans import common, cut, length, within
 from ds_zipccl.policy import wire
 
@@ -28,20 +34,22 @@ _HASHES = 2
 
 def reduce_scatter(
     ctx: OpContext,
+    request: Request,
     shards: Sequence[torch.Tensor],
     out: torch.Tensor,
-    reduction: Reduction,
-    span: slice,
-    chunk: int,
+    message: torch.Tensor,
+    begin: int = 0,
+    ring: str = "all_reduce",
 ) -> None:
     """Write the sum of all ranks' shards for this rank into ``out``; blocks.
 
     Args:
         shards: flat, one for each rank; ``out`` may be the own shard.
-        span, chunk: the place of the own shard in the message, and the size of the message's chunks, in elements.
+        message, begin, ring: the tensor, the place of the own shard in it, and the backend's operation, whose order the sum has.
     """
     sources, places = Fragments(ctx, detached(shards, [out], [out] * len(shards))), Fragments(ctx, [out])
-    with open_adder(ctx, sources, reduction, [span], chunk) as adder:
+    span = slice(begin, begin + out.numel())
+    with open_adder(ctx, sources, request.sum.reduction, [span], _ring_chunk(ctx, message, ring)) as adder:
 
         def take(step: int) -> None:
             adder.take(places.at(step)[0])
@@ -53,34 +61,32 @@ def reduce_scatter(
 @contextmanager
 def open_adder(
     ctx: OpContext, shards: Fragments, reduction: Reduction, spans: Sequence[slice], chunk: int
-) -> Iterator[ShardAdder | NodeAdder]:
+) -> Iterator[ShardAdder]:
     """Open an adder of shards, with an exchange for each of its ``stages``, from exchange 0 on: in two levels if the operation goes by
     node. ``spans``, ``chunk``: as for :class:`ShardAdder`."""
     if ctx.nodes:
         with open_exchange(ctx, 0, FrameCoder(ctx, raw=True)) as inside, open_exchange(ctx, 1) as between:
-            yield NodeAdder(ctx, inside, between, shards, reduction, spans)
+            yield NodeAdder(ctx, between, shards, reduction, spans, chunk, inside)
     else:
         with open_exchange(ctx) as exchange:
             yield ShardAdder(ctx, exchange, shards, reduction, spans, chunk)
 
 
+@dataclass(eq=False)
 class ShardAdder:
     """Sends every peer its shard, and sums the arriving frames of the own shard, a fragment a step: ``stages``, then :meth:`take`.
 
     ``spans``: the places of the own shard in the message, laid end to end; ``chunk``: the size of the message's chunks, in elements.
     """
 
-    def __init__(
-        self,
-        ctx: OpContext,
-        exchange: Exchange,
-        shards: Fragments,
-        reduction: Reduction,
-        spans: Sequence[slice],
-        chunk: int,
-    ) -> None:
-        self._ctx, self._exchange, self._shards, self._reduction = ctx, exchange, shards, reduction
-        self._spans, self._chunk = spans, chunk
+    ctx: OpContext
+    exchange: Exchange
+    shards: Fragments
+    reduction: Reduction
+    spans: Sequence[slice]
+    chunk: int
+
+    def __post_init__(self) -> None:
         self._own: deque[torch.Tensor] = deque()  # own fragments that are posted and not taken yet
         self._taken = 0  # elements taken
 
@@ -91,14 +97,14 @@ class ShardAdder:
 
     def _post(self, step: int) -> None:
         """Post the receives and sends of a step."""
-        self._exchange.next_step()
-        fragments = self._shards.at(step)
-        self._own.append(fragments[self._ctx.rank])
-        for peer in self._ctx.peers:
-            self._exchange.post_recv(peer, fragments[self._ctx.rank])
-        for peer in self._ctx.peers:
-            self._exchange.announce([fragments[peer]], peer)
-        self._exchange.send_each(fragments, self._ctx.peers[::-1])
+        self.exchange.next_step()
+        fragments = self.shards.at(step)
+        self._own.append(fragments[self.ctx.rank])
+        for peer in self.ctx.peers:
+            self.exchange.post_recv(peer, fragments[self.ctx.rank])
+        for peer in self.ctx.peers:
+            self.exchange.announce([fragments[peer]], peer)
+        self.exchange.send_each(fragments, self.ctx.peers[::-1])
 
     def take(self, out: torch.Tensor | None = None) -> tuple[torch.Tensor, list[slice]]:
         """Write the sum of the next fragment into ``out``; blocks. ``out`` may be the own fragment, and is the own fragment if None.
@@ -109,33 +115,107 @@ class ShardAdder:
         own = self._own.popleft()
         out = own if out is None else out
         begin, self._taken = self._taken, self._taken + out.numel()
-        spans = within(self._spans, begin, self._taken)
-        if out.numel():  # a rank with an empty shard receives no frames
-            received = Received(self._ctx.rank, self._exchange, own)
-            self._reduction.fold(received, out, spans, self._chunk, self._ctx.flushing_ranks())
+        spans = within(self.spans, begin, self._taken)
+        self._sum(own, out, spans)
         return out, spans
 
+    def _sum(self, own: torch.Tensor, out: torch.Tensor, spans: Sequence[slice]) -> None:
+        """Write the sum of the next fragment, whose own contribution is ``own``, into ``out``."""
+        if out.numel():  # a rank with an empty shard receives no frames
+            received = Received(self.ctx.rank, self.exchange, own)
+            self.reduction.fold(received, out, spans, self.chunk, self.ctx.flushing_ranks())
+
     def finish(self, out: torch.Tensor) -> None:
-        """Turn the sums in ``out`` into averages if the reduction is AVG."""
+        """Turn the sums in ``out`` into averages if the reduction is AVG. Sums in fp32 are averages already."""
         if out.numel():
-            self._reduction.finish(out, self._ctx.flushing_ranks()[self._ctx.rank])
+            self.reduction.finish(out, self.ctx.flushing_ranks()[self.ctx.rank])
 
 
-class _Alike:
-    """:class:`ds_zipccl.comm.reduction_order.Contributions` of ranks that all have the words of ``own``. ``copy`` has them as well: sums
-    may be written to the memory of ``own``."""
+@dataclass(eq=False)
+class NodeAdder(ShardAdder):
+    """As its base, in two levels; :mod:`ds_zipccl.comm.reduction_order` has the order of the sum. ``inside``: the exchange inside the node;
+    the base's is that between nodes."""
 
-    def __init__(self, rank: int, own: torch.Tensor, copy: torch.Tensor, exchange: Exchange) -> None:
-        self.rank, self.own, self._copy, self._exchange = rank, own, copy, exchange
+    inside: Exchange
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        ctx = self.ctx
+        at = next(number for number, ranks in enumerate(ctx.nodes) if ctx.rank in ranks)
+        self._node = ctx.nodes[at]
+        self._local_rank = [ranks[self._node.index(ctx.rank)] for ranks in ctx.nodes]
+        #: All nodes, the own one last: every rank begins with another node, so that not all frames enter one node at a time.
+        self._turns = [*ctx.nodes[at + 1 :], *ctx.nodes[: at + 1]]
+        self._seat_in_turn = [*self._local_rank[at + 1 :], *self._local_rank[: at + 1]]
+        #: Steps that are posted: own contributions to the sums of this node, as in ``_seat_in_turn``.
+        self._posted: deque[list[torch.Tensor]] = deque()
+        #: Steps that are added in the node: the sum of the own fragment over the node, and the memory of the sum.
+        self._added: deque[tuple[torch.Tensor, PooledBuffers]] = deque()
+
+    @property
+    def stages(self) -> tuple[Callable[[int], None], ...]:
+        return (self._post, self._add_in_node)
+
+    def _post(self, step: int) -> None:
+        """Post the receives and sends of a step inside the node."""
+        self.inside.next_step()
+        fragments = self.shards.at(step)
+        neighbors = [rank for rank in self._node if rank != self.ctx.rank]
+        for neighbor in neighbors:
+            for rank in self._seat_in_turn:
+                self.inside.post_recv(neighbor, fragments[rank])
+        for neighbor in neighbors:
+            local_rank = self._node.index(neighbor)
+            for ranks in self._turns:
+                self.inside.send(fragments[ranks[local_rank]], neighbor)
+        self._posted.append([fragments[rank] for rank in self._seat_in_turn])
+
+    def _add_in_node(self, step: int) -> None:
+        """Add the frames of the neighbors for every rank of the local rank, and send each rank the sum of this node."""
+        self.exchange.next_step()
+        *others, own = self._posted.popleft()
+        *peers, _ = self._seat_in_turn
+        for peer in peers:
+            self.exchange.post_recv(peer, own)
+        for peer, contribution in zip(peers, others, strict=True):
+            buffers = PooledBuffers()
+            self.exchange.send(self._sum_of_node(contribution, buffers), peer)
+            buffers.release()
+        self._own.append(own)
+        self._added.append((self._sum_of_node(own, buffers := PooledBuffers()), buffers))
+
+    def _sum_of_node(self, contribution: torch.Tensor, buffers: PooledBuffers) -> torch.Tensor:
+        """Return the sum of ``contribution`` over this node, in memory of ``buffers``."""
+        total = buffers.empty(contribution.numel(), contribution.dtype, contribution.device)
+        if total.numel():
+            received = Received(self.ctx.rank, self.inside, contribution)
+            add_in_fp32(received, self._node, total, self.ctx.flushing_ranks())
+        return total
+
+    def _sum(self, own: torch.Tensor, out: torch.Tensor, spans: Sequence[slice]) -> None:
+        total, buffers = self._added.popleft()
+        if out.numel():
+            flushing = self.ctx.flushing_ranks()
+            # the first rank of a node decides: a sum must not depend on the local rank that makes it
+            flushes = {rank: flushing[ranks[0]] for rank, ranks in zip(self._local_rank, self.ctx.nodes, strict=True)}
+            received = Received(self.ctx.rank, self.exchange, total)
+            add_in_fp32(received, self._local_rank, out, flushes, self.reduction.divisor)
+        buffers.release()
+
+
+class _Alike(Received):
+    """The contributions of ranks that all have the words of ``own``. ``copy`` has them as well: sums may be written to the memory of
+    ``own``."""
+
+    def __init__(self, rank: int, exchange: Exchange, own: torch.Tensor, copy: torch.Tensor) -> None:
+        super().__init__(rank, exchange, own)
+        self._copy = copy
 
     def take(self, rank: int, into: torch.Tensor) -> torch.Tensor:
         return self._copy
 
     def add(self, rank: int, sums: torch.Tensor) -> None:
         self._exchange.add(self._copy, sums)
-
-    def add_taken(self, taken: torch.Tensor, sums: torch.Tensor) -> None:
-        self._exchange.add(taken, sums)
 
 
 def sum_alike(ctx: OpContext, whole: torch.Tensor, reduction: Reduction) -> bool:
@@ -158,7 +238,7 @@ def sum_alike(ctx: OpContext, whole: torch.Tensor, reduction: Reduction) -> bool
             for part in Fragments(ctx, [whole])[0]:
                 buffers = PooledBuffers()
                 copy = buffers.empty(part.numel(), part.dtype, part.device).copy_(part)
-                same = _Alike(ctx.rank, part, copy, exchange)
+                same = _Alike(ctx.rank, exchange, part, copy)
                 reduction.fold(same, part, [slice(at, at + part.numel())], chunk, flushing)
                 buffers.release()
                 at += part.numel()
@@ -169,9 +249,9 @@ def sum_alike(ctx: OpContext, whole: torch.Tensor, reduction: Reduction) -> bool
 # ---- the collectives
 
 
-def _ring_chunk(ctx: OpContext, whole: torch.Tensor) -> int:
-    """Return the size of the chunks of an all-reduce of ``whole``, in elements."""
-    return ctx.transport.ring_chunk("all_reduce", whole.numel(), whole.element_size())
+def _ring_chunk(ctx: OpContext, whole: torch.Tensor, ring: str = "all_reduce") -> int:
+    """Return the size of the chunks of the ring in which the backend sums ``whole``, in elements."""
+    return ctx.transport.ring_chunk(ring, whole.numel(), whole.element_size())
 
 
 def reduce_scatter_tensor(
@@ -179,26 +259,21 @@ def reduce_scatter_tensor(
 ) -> None:
     """The input consists of equal shards."""
     (whole,), (out,) = inputs, outputs
-    chunk = _ring_chunk(ctx, whole)
-    span = slice(ctx.rank * out.numel(), (ctx.rank + 1) * out.numel())
-    reduce_scatter(ctx, whole.split([out.numel()] * ctx.size), out, request.sum.reduction, span, chunk)
+    reduce_scatter(ctx, request, equal_shards(whole, ctx.size), out, whole, ctx.rank * out.numel())
 
 
 def reduce_scatter_list(
     ctx: OpContext, request: Request, inputs: list[torch.Tensor], outputs: list[torch.Tensor]
 ) -> None:
     """Each input is a message by itself, because gloo all-reduces each tensor of the list by itself."""
-    (out,) = outputs
-    chunk = _ring_chunk(ctx, out)
-    reduce_scatter(ctx, inputs, out, request.sum.reduction, slice(0, out.numel()), chunk)
+    reduce_scatter(ctx, request, inputs, outputs[0], outputs[0])
 
 
 def reduce(ctx: OpContext, request: Request, inputs: list[torch.Tensor], outputs: list[torch.Tensor]) -> None:
     """A reduce-scatter in which the root's shard is the whole message."""
     flat = [*inputs, *outputs][0]
-    chunk = ctx.transport.ring_chunk("reduce", flat.numel(), flat.element_size())
     shards = [flat if rank == request.root else flat[:0] for rank in range(ctx.size)]
-    reduce_scatter(ctx, shards, shards[ctx.rank], request.sum.reduction, slice(0, flat.numel()), chunk)
+    reduce_scatter(ctx, request, shards, shards[ctx.rank], flat, ring="reduce")
 
 
 def all_reduce(ctx: OpContext, request: Request, inputs: list[torch.Tensor], outputs: list[torch.Tensor]) -> None:
@@ -221,7 +296,6 @@ def to_all(ctx: OpContext, spans: Sequence[Sequence[slice]], reduction: Reductio
     slices = cut(whole.numel(), chunk, ctx.size)
     shards = Fragments(ctx, [whole[part] for part in slices], exchanges=2)
     places = [Fragments(ctx, [whole[part]], exchanges=2) for part in slices]
-    no_bases = Fragments(ctx, [])
     with (
         open_adder(ctx, shards, reduction, [slices[ctx.rank]], chunk) as adder,
         open_gather(ctx, len(adder.stages), places) as gathering,
@@ -230,7 +304,7 @@ def to_all(ctx: OpContext, spans: Sequence[Sequence[slice]], reduction: Reductio
         def add(step: int) -> None:
             gathering.expect(step)
             adder.take(shards.at(step)[ctx.rank])
-            gathering.send(places[ctx.rank], no_bases, step)
+            gathering.send(places[ctx.rank], step)
 
         run_pipeline(shards.steps, *adder.stages, add, *gathering.stages)
     adder.finish(whole)
@@ -238,7 +312,7 @@ def to_all(ctx: OpContext, spans: Sequence[Sequence[slice]], reduction: Reductio
 
 def reduce_to_owners(ctx: OpContext, request: Request, inputs: list[torch.Tensor], outputs: list[torch.Tensor]) -> None:
     """A sum of which each rank gets the slices that it owns."""
-    one_summer = ctx.lossy is not None
+    one_summer = ctx.rounding is not None
     schedule = owners_schedule(request.sum.owned, inputs[0].numel(), request.sum.nodes, one_summer)
     schedule(ctx, request.sum.owned.spans, request.sum.reduction, inputs[0])
 

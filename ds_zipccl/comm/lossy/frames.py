@@ -6,10 +6,13 @@ not depend on the choice between the two. The sender looks at every SAMPLED-th o
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from itertools import count
 
 import torch
 
+from ds_zipccl import kernels
 from ds_zipccl.codecs import compress, compress_bound, decompress, project
 from ds_zipccl.comm.buffer_pool import PooledBuffers
 from ds_zipccl.comm.context import Call
@@ -26,32 +29,38 @@ _LARGEST = torch.finfo(torch.float32).max
 _LOSSLESS = (CodecId.RAW, CodecId.EXPONENT)
 
 
+class _Numbers(defaultdict[tuple[str, str], Iterator[int]]):
+    """Operation and role -> the numbers of their frames in a group, from 0 on."""
+
+    def __init__(self) -> None:
+        super().__init__(count)
+
+
 class LossyFrames:
     """Makes the frames of one operation by ``codec``. Tensors are flat contiguous CPU tensors; all calls block."""
 
-    def __init__(self, ctx: Call, codec: LossyCodec, block: int, route: str) -> None:
-        self._ctx, self._codec, self._block, self._route = ctx, codec, block, route
+    def __init__(self, ctx: Call, codec: LossyCodec) -> None:
+        # not the context, which may hold this object
+        self._role, self._op, self._numbers = ctx.role, ctx.op, ctx.state.of(_Numbers)[ctx.op, ctx.role]
+        self._codec, self._route = codec, kernels.preferred(ctx.config.route, "cpu")
+        #: The mantissa bits to which the codec rounds every word by itself; 0 where it does not.
+        self.rounded = codec.mantissa if isinstance(codec, Round) else 0
 
     def compress(
-        self, flat: torch.Tensor, coded: bool, buffers: PooledBuffers, own_place: torch.Tensor | None = None
+        self, flat: torch.Tensor, codec: str, block: int, buffers: PooledBuffers, own_place: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Return a frame of ``flat`` in memory of ``buffers``, raw unless ``coded``. The values that the frame decodes to are written to
-        ``own_place``, which may be ``flat``."""
-        frame = self._coded(flat, buffers) if coded else self._raw(flat, buffers)
+        """Return a frame of ``flat`` in memory of ``buffers``, raw if ``codec`` of the operation is. The values that the frame decodes to
+        are written to ``own_place``, which may be ``flat``."""
+        frame = self._raw(flat, buffers) if codec == "raw" else self._coded(flat, block, buffers)
         numel, dtype, device = flat.numel(), flat.dtype, flat.device
         self._count(flat, lambda scratch: decompress(frame, scratch.empty(numel, dtype, device), route=self._route))
         if own_place is not None:
             decompress(frame, own_place.data, route=self._route)
         return frame
 
-    @property
-    def rounded(self) -> int:
-        """Return the mantissa bits to which the codec rounds every word by itself; 0 where it does not."""
-        return self._codec.mantissa if isinstance(self._codec, Round) else 0
-
-    def bound(self, numel: int, dtype: torch.dtype) -> int:
+    def bound(self, numel: int, dtype: torch.dtype, block: int) -> int:
         """Return the most bytes of a frame of ``numel`` elements."""
-        return compress_bound(numel, dtype, self._codec, lossy=True, block=self._block)
+        return compress_bound(numel, dtype, self._codec, lossy=True, block=block)
 
     def note(self, flat: torch.Tensor) -> None:
         """Count a frame of ``flat`` that another encoder has made."""
@@ -66,11 +75,11 @@ class LossyFrames:
 
     def _count(self, flat: torch.Tensor, carried: Callable[[PooledBuffers], torch.Tensor]) -> None:
         """Count a frame of ``flat``, and the error of every SAMPLED-th one: ``carried`` returns its values, with memory of its argument."""
-        call, codec, scratch = self._ctx, str(self._codec), PooledBuffers()
-        counters.record_lossy(call.role, call.op, codec, 1)
-        if next(call.state.lossy_numbers[call.op, call.role]) % SAMPLED == 0:
+        codec, scratch = str(self._codec), PooledBuffers()
+        counters.record_lossy(self._role, self._op, codec, 1)
+        if next(self._numbers) % SAMPLED == 0:
             sums = squared_error(flat, carried(scratch), self._route)
-            counters.record_error(call.role, call.op, codec, *sums)
+            counters.record_error(self._role, self._op, codec, *sums)
             scratch.release()
 
     def carried(self, flat: torch.Tensor, buffers: PooledBuffers) -> torch.Tensor:
@@ -78,20 +87,20 @@ class LossyFrames:
         out = buffers.empty(flat.numel(), flat.dtype, flat.device)
         return project(flat, self._codec, out=out, route=self._route)
 
-    def _coded(self, flat: torch.Tensor, buffers: PooledBuffers) -> torch.Tensor:
+    def _coded(self, flat: torch.Tensor, block: int, buffers: PooledBuffers) -> torch.Tensor:
         frame = compress(
             flat,
             self._codec,
             lossy=True,
-            out=buffers.take(self.bound(flat.numel(), flat.dtype)),
-            block=self._block,
+            out=buffers.take(self.bound(flat.numel(), flat.dtype, block)),
+            block=block,
             shaped=False,
             checksum=False,
             route=self._route,
         )
         # a frame of rounded values is a lossless one by itself; frames of other codecs fall back to those
-        if not isinstance(self._codec, Round) and parse(frame).codec in _LOSSLESS:
-            counters.record_exact(self._ctx.role, self._ctx.op, self._why_exact(flat), 1)
+        if not self.rounded and parse(frame).codec in _LOSSLESS:
+            counters.record_exact(self._role, self._op, self._why_exact(flat), 1)
         return frame
 
     def _why_exact(self, flat: torch.Tensor) -> str:

@@ -146,7 +146,7 @@ def _send(post: Post, lossy: LossyCodec | Factoring | None, *, bounded: bool) ->
         return engine.send(post._replace(tensor=tensor), codec or factored, bounded=bounded)
     counters.record_pass(role, "send", tensor.numel() * tensor.element_size(), decision.reason)
     if codec is not None and slower:
-        tensor = LossyFrames(Call("send", group, config, role), codec, config.block, config.route).alone(tensor)
+        tensor = LossyFrames(Call("send", group, config, role), codec).alone(tensor)
     assert peer is not None  # a send names its receiver
     return dist.isend(tensor, dist.get_global_rank(group, peer), group, tag)
 

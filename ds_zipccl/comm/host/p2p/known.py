@@ -17,11 +17,10 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections import OrderedDict
-from typing import Generic, TypeVar
 
 import torch
 
+from ds_zipccl.comm.buffer_pool import Latest
 from ds_zipccl.comm.group_state import GroupState, of_all_groups
 from ds_zipccl.comm.work import Work
 from ds_zipccl.config import ZipcclConfig
@@ -32,7 +31,6 @@ from ds_zipccl.telemetry import counters
 #: Tags with channels that remember (admission). All tags of a pair of ranks together keep at most ``staging_mib``.
 TAGS = 4
 
-_T = TypeVar("_T")
 #: dtype and elements of a tensor.
 Kind = tuple[torch.dtype, int]
 
@@ -48,28 +46,12 @@ def remembers(dtype: torch.dtype, numel: int, tag: int, config: ZipcclConfig) ->
     return dtype in SIDE_DTYPES and tag < TAGS and wire.RAW_BELOW_BYTES <= nbytes <= limit(config)
 
 
-class Latest(Generic[_T]):
-    """What one side remembers of a channel: for each kind of tensor the hash or the copy of the last tensor. A sender holds the
-    lock while a message is posted and remembered."""
+class Sent(Latest[Kind, bytes]):
+    """The sender's side of a channel: the hashes of the last tensors. The lock is held while a message is posted and remembered."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.lock = threading.Lock()
-        self._found: OrderedDict[Kind, _T] = OrderedDict()
-
-    def get(self, kind: Kind) -> _T | None:
-        """Return the entry of a kind, None without one."""
-        return self._found.get(kind)
-
-    def put(self, kind: Kind, entry: _T, most: int) -> None:
-        """Remember an entry, now the latest. The oldest kinds are dropped while all tensors take more than ``most`` bytes."""
-        self._found[kind] = entry
-        self._found.move_to_end(kind)
-        while self.nbytes() > most:
-            self._found.popitem(last=False)
-
-    def nbytes(self) -> int:
-        """Return the bytes of the tensors that the entries stand for."""
-        return sum(numel * dtype.itemsize for dtype, numel in self._found)
 
 
 class Inbox:
@@ -79,15 +61,15 @@ class Inbox:
     def __init__(self) -> None:
         self.lock = threading.Lock()
         self.open: list[Receipt] = []
-        self._copies: dict[int, Latest[torch.Tensor]] = {}
+        self._copies: dict[int, Latest[Kind, torch.Tensor]] = {}
 
-    def copies(self, source: int) -> Latest[torch.Tensor]:
+    def copies(self, source: int) -> Latest[Kind, torch.Tensor]:
         """Return the copies of the channel of rank ``source``."""
         return self._copies.setdefault(source, Latest())
 
     def nbytes(self) -> int:
         """Return the bytes of all copies."""
-        return sum(latest.nbytes() for latest in tuple(self._copies.values()))
+        return sum(latest.nbytes for latest in tuple(self._copies.values()))
 
 
 class Receipt:
@@ -131,20 +113,20 @@ class Receipt:
             kept = content.clone().view(flat.dtype)
         else:
             kept.view(torch.uint8).copy_(content)
-        latest.put(self._kind, kept, self._most)
+        latest.put(self._kind, kept, kept.nbytes, self._most)
 
 
 class _Channels:
     """The last side tensors of sends: hashes of the sender, copies of the receiver."""
 
     def __init__(self) -> None:
-        self.sent: dict[tuple[int, int], Latest[bytes]] = {}
+        self.sent: dict[tuple[int, int], Sent] = {}
         self.inboxes: dict[int, Inbox] = {}
 
 
-def sent(state: GroupState, peer: int, tag: int) -> Latest[bytes]:
+def sent(state: GroupState, peer: int, tag: int) -> Sent:
     """Return the hashes of this rank's sends to rank ``peer`` of a group."""
-    return state.of(_Channels).sent.setdefault((peer, tag), Latest())
+    return state.of(_Channels).sent.setdefault((peer, tag), Sent())
 
 
 def inbox(state: GroupState, tag: int) -> Inbox:

@@ -31,9 +31,10 @@ from ds_zipccl.comm.host.frames import FrameCoder
 from ds_zipccl.comm.host.p2p import choice
 from ds_zipccl.comm.host.p2p import known as p2p_known
 from ds_zipccl.comm.host.p2p.choice import Way
-from ds_zipccl.comm.host.p2p.known import Latest, Receipt
+from ds_zipccl.comm.host.p2p.known import Receipt, Sent
 from ds_zipccl.comm.host.pipeline import Exchange, abandon, run_pipeline, wait
 from ds_zipccl.comm.lossy.factors import Factored
+from ds_zipccl.comm.lossy.frames import LossyFrames
 from ds_zipccl.comm.request import Post, logical_order
 from ds_zipccl.comm.shadow_check import Shadow
 from ds_zipccl.comm.transport.protocol import BODY_TAGS, TagRange
@@ -133,7 +134,7 @@ class Outgoing:
         self._first = Exchange(ctx, 0, self._coder)
         self._body: Exchange | None = None
 
-    def post(self, hashes: Latest[bytes] | None) -> None:
+    def post(self, hashes: Sent | None) -> None:
         """Post all parts of the message. ``hashes``: those of the channel of a tensor that both sides remember."""
         flat = self._flat
         if hashes is None:
@@ -147,7 +148,7 @@ class Outgoing:
                 self._first.post(codecs.known_frame(*kind, digest, buffer), flat.nbytes, [self._peer], buffers)
             else:
                 rest = self._post_first()
-            hashes.put(kind, digest, p2p_known.limit(self._ctx.config))
+            hashes.put(kind, digest, flat.nbytes, p2p_known.limit(self._ctx.config))
         self._post_rest(rest)
 
     def _post_first(self) -> Announcement | None:
@@ -169,7 +170,7 @@ class Outgoing:
             return Body.FRAME
         raw = self._way.raw or (self._ctx.codec == "raw" and self._flat.dtype != torch.bool)
         # projected values would need memory for all
-        whole = raw and self._ctx.staging is None and not self._coder.lossy
+        whole = raw and self._ctx.staging is None and self._coder.exact
         return Body.BYTES if whole else Body.FRAMES
 
     def _post_rest(self, announcement: Announcement | None) -> None:
@@ -299,7 +300,8 @@ def send(post: Post, lossy: LossyCodec | Factored | None, *, bounded: bool) -> W
     codec, factored = (lossy, None) if isinstance(lossy, LossyCodec) else (None, lossy)
     to = dist.get_global_rank(group, peer)
     first = TagRange.POINT_TO_POINT + tag
-    ctx = OpContext("send", group, config, role, decision.codec, tensor.device, tag=first, lossy=codec)
+    ctx = OpContext("send", group, config, role, decision.codec, tensor.device, tag=first)
+    ctx.rounding = None if codec is None else LossyFrames(ctx, codec)
     doing, beside = f"sending to global rank {to}", None
     with torch.inference_mode(), tensors.undisturbed(), ctx.naming(doing), ctx.working():
         flat = logical_order(tensor.resolve_conj().resolve_neg())  # the words that the receiver reads

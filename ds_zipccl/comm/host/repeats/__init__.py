@@ -1,1 +1,0 @@
-"""Messages of a forward pass that recomputations repeat."""

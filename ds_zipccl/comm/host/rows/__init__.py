@@ -1,1 +1,0 @@
-"""Rows of expert messages that repeat earlier rows."""
