@@ -278,10 +278,8 @@ def request_of(
     config: ZipcclConfig = AUTO, role: str = "dp", later: bool = False, kind: str = "", **more: Any
 ) -> Request:
     group: Any = SimpleNamespace(group_name="7")
-    usual = dict(
-        op="all_reduce", inputs=[], outputs=[torch.empty(0)], group=group, async_op=later, plain=None, numel=NUMEL
-    )
-    usual |= dict(options=CallOptions(config, role, kind=kind), sum=SUM)
+    usual = dict(op="all_reduce", inputs=[], outputs=[torch.empty(0)], group=group, async_op=later, plain=None)
+    usual |= dict(options=CallOptions(config, role, kind=kind), sum=SUM, numel=NUMEL)
     return Request(**{**usual, **more})  # type: ignore[arg-type]
 
 
