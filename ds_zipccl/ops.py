@@ -138,9 +138,9 @@ class Op:
 
     def sent_bytes(self, nbytes: int, ranks: int) -> int:
         """Return the bytes of a message of ``nbytes`` that each of ``ranks`` ranks sends in the plain collective; of the sending rank where
-        some ranks only receive."""
-        times = 2 if (self.plain or self.traffic) == "all_reduce" else 1
-        return nbytes if self.one_sided else times * nbytes * (ranks - 1) // max(1, ranks)
+        some ranks only receive; 0 on a rank outside of the group, to which it has -1 ranks."""
+        times, ranks = 2 if (self.plain or self.traffic) == "all_reduce" else 1, max(1, ranks)
+        return nbytes if self.one_sided else times * nbytes * (ranks - 1) // ranks
 
 
 _REDUCE = ("op", "group", "async_op")

@@ -32,7 +32,7 @@ BUDGETS = {
     "ds_zipccl/csrc": Budget(10_020, 10_050),
     "ds_zipccl/integration": Budget(3_950, 3_700),
     "ds_zipccl/kernels": Budget(4_840, 5_200),
-    "ds_zipccl/policy": Budget(1_640, 1_350),
+    "ds_zipccl/policy": Budget(1_650, 1_350),
     "ds_zipccl/sync": Budget(1_240, 1_250),
     "ds_zipccl/telemetry": Budget(760, 900),
     "benchmarks": Budget(5_500, 5_500),

@@ -51,12 +51,6 @@ def pass_small(
     return (options.uncompressed_call or plain)()
 
 
-def sent_to_peers(nbytes: int, group: dist.ProcessGroup | None) -> int:
-    """Return the part of ``nbytes`` that belongs to other ranks of the group, where all ranks have equal parts."""
-    ranks = max(1, group_size(group))
-    return nbytes * (ranks - 1) // ranks
-
-
 def _execute_plain(choice: Choice, request: Request) -> Any:
     """Execute a call by the plain collective. Where schedules compete, results must not depend on the choice: the plain collective then
     gets tensors in the element order of our schedules."""

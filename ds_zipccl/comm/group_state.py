@@ -40,9 +40,8 @@ class GroupState:
         self.device_sums = "fp32"
         #: Of groups in stream order, by device and backend.
         self.device_profiles: dict[tuple[str, str], DeviceProfile] = {}
-        self.flushing: Callable[[], Sequence[bool]] | None = (
-            None  # see :meth:`.transport.protocol.Transport.ask_flushing`
-        )
+        #: See :meth:`.transport.protocol.Transport.ask_flushing`; None before the first sum.
+        self.flushing: Callable[[], Sequence[bool]] | None = None
         #: By the name of the kernel backend: why ranks lack the kernels of row frames. Asked by the first operation that may have rows.
         self.row_kernels: dict[str, topology.ToldTexts] = {}
         self.hash_key: bytes | None = None  # of the default group

@@ -56,7 +56,7 @@ class Reduction:
 
     def __init__(self, kind: str, op: str, ranks: int) -> None:
         self.fp32, self.plain = kind == "fp32", kind == "plain"
-        self._average = op == "AVG"
+        self.op, self._average = op, op == "AVG"
         self._ranks = ranks
 
     @property

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from ds_zipccl.comm.bases.in_place import Base
 from ds_zipccl.comm.context import Call
 from ds_zipccl.comm.group_state import group_size, group_state, group_streams, resolve_group
-from ds_zipccl.comm.reduction_order import NO_SUM, Sum, arithmetic, reduce_op_name
+from ds_zipccl.comm.reduction_order import NO_SUM, Sum, arithmetic
 from ds_zipccl.comm.shadow_check import LossyShadow, Plain, Shadow
 from ds_zipccl.config import DEFAULT, ZipcclConfig
 from ds_zipccl.lossy import LossyCodec
@@ -135,9 +135,8 @@ class Request:
 
     def facts(self) -> tuple[str | None, int, bool, bool, LossyCodec | None, str, bool]:
         """Return the fields of :class:`.admission.Message` from ``reduce_op`` on."""
-        name = None if self.sum.op is None else reduce_op_name(self.sum.op)
-        told = self.options
-        return name, len(self.sum.nodes), self.based, self.plain_sums, told.lossy, told.kind, self.again
+        name, nodes, told = self.sum.reduction.op or None, len(self.sum.nodes), self.options
+        return name, nodes, self.based, self.plain_sums, told.lossy, told.kind, self.again
 
     @property
     def based(self) -> bool:
@@ -252,9 +251,8 @@ def shadow_of(request: Request, lossy: LossyCodec | None = None) -> Shadow | Los
     ranks = group_size(request.group)
     if lossy is None:
         return Shadow(request.plain, request.inputs, request.outputs, request.sum.tolerance, ranks)
-    summed = "" if request.sum.op is None else reduce_op_name(request.sum.op)
     twice = OPS[request.op].traffic == "all_reduce"  # contributions and the sum
-    return LossyShadow(request.plain, request.inputs, request.outputs, lossy, ranks, summed, twice)
+    return LossyShadow(request.plain, request.inputs, request.outputs, lossy, ranks, request.sum.reduction.op, twice)
 
 
 def compare_by(

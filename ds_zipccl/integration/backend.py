@@ -18,8 +18,7 @@ from torch.distributed import ReduceOp
 from ds_zipccl import comm, devices, kernels, tensors
 from ds_zipccl.comm import engine as comm_engine
 from ds_zipccl.comm import topology
-from ds_zipccl.comm.execution import sent_to_peers
-from ds_zipccl.comm.group_state import find_nodes, group_nodes, group_state, resolve_group
+from ds_zipccl.comm.group_state import find_nodes, group_nodes, group_size, group_state, resolve_group
 from ds_zipccl.comm.ops import reduce_to_owners
 from ds_zipccl.comm.ops.reduce_to_owners import Owners
 from ds_zipccl.comm.transport import TRANSPORTS
@@ -126,7 +125,7 @@ def _coded(name: str) -> Callable[..., Any]:
             return comm.reduce_to_owners(values[0], owners, *values[1:3], **more)
         if (name, role) == _PARAMETER_GATHER:
             if gathers.is_secondary(values[0].device, given["group"]):
-                sent = sent_to_peers(_nbytes(values[0]), given["group"])
+                sent = one.sent_bytes(_nbytes(values[0]), group_size(given["group"]))
                 counters.record_pass(role, name, sent, PassReason.SECONDARY.value)
                 return plain(self, *values)
             more |= gather_parameters(values[0], given["group"])

@@ -71,13 +71,15 @@ class Message:
     def describe(self, size: str) -> str:
         """Return messages of this kind in words, for the table. ``size``: of their class."""
         dtype, summed = str(self.dtype).removeprefix("torch."), self.reduce_op or "SUM"
-        parts = [dtype if summed == "SUM" else f"{dtype} {summed}"]
-        parts += [
+        parts = (
+            dtype if summed == "SUM" else f"{dtype} {summed}",
             size if self.nbytes is not None else f"{size} sent by a rank",
-            *([str(self.lossy)] if self.lossy else []),
-        ]
-        parts += [f"{self.ranks} ranks", *["with a base"] * self.based, *["in backward passes"] * self.again]
-        return ", ".join(parts)
+            str(self.lossy or ""),
+            f"{self.ranks} ranks",
+            "with a base" if self.based else "",
+            "in backward passes" if self.again else "",
+        )
+        return ", ".join(filter(None, parts))
 
 
 class PassReason(Enum):

@@ -280,6 +280,17 @@ class Comparison(NamedTuple):
     coded: float = math.inf
     ahead: float = 0.0
 
+    def favors(self, rival: int, ahead: float) -> bool:
+        """Return whether the schedule ``rival`` is faster than the other one, and ``ahead`` by so many standard deviations."""
+        lead = self.ahead if rival == CODED else -self.ahead
+        return choose(1 - rival, (self.plain, self.coded), STEP_HYSTERESIS) == rival and lead >= ahead
+
+    def steps_to_probe(self, chosen: int) -> int:
+        """Return the steps until the next probe: its slower steps cost at most :data:`PROBE_SHARE`."""
+        now, then = (self.plain, self.coded) if chosen == PLAIN else (self.coded, self.plain)
+        lost = PROBE_WINDOWS * (SETTLE_STEPS + WINDOW_STEPS) * max(1.0, then / now - 1.0 if now < math.inf else 1.0)
+        return math.ceil(lost / PROBE_SHARE)
+
 
 def compare(plain: Sequence[float], coded: Sequence[float]) -> Comparison:
     """Compare the schedules by the seconds of their steps. A time that is not finite and above 0 does not count."""
@@ -309,16 +320,12 @@ class StepTrial(Trial):
                 steps += [Turn(schedule)] * SETTLE_STEPS + [Turn(schedule, timed=True)] * WINDOW_STEPS
             times = yield from self._time(steps + [Turn(self.chosen)] * DELAY_STEPS)
             self.last = compare(times[PLAIN], times[CODED])
-            *seconds, lead = self.last
-            lead *= 1 if rival == CODED else -1
-            better = lead >= ahead and choose(self.chosen, seconds, STEP_HYSTERESIS) == rival
+            better = self.last.favors(rival, ahead)
             if better and windows == PROBE_WINDOWS:
                 pause, windows, ahead = 0, TRIAL_WINDOWS, AHEAD_IN_TRIAL
                 continue
             self.chosen = rival if better else self.chosen
-            now, then = seconds[self.chosen], seconds[1 - self.chosen]
-            lost = PROBE_WINDOWS * (SETTLE_STEPS + WINDOW_STEPS) * max(1.0, then / now - 1.0 if now < math.inf else 1.0)
-            pause, windows, ahead = math.ceil(lost / PROBE_SHARE), PROBE_WINDOWS, AHEAD_IN_PROBE
+            pause, windows, ahead = self.last.steps_to_probe(self.chosen), PROBE_WINDOWS, AHEAD_IN_PROBE
 
 
 # ---- sends -----------------------------------------------------------------------------------------------------------

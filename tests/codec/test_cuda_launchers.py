@@ -340,6 +340,7 @@ def test_a_cupy_that_does_not_fit_is_refused(
 
 def test_a_missing_nvrtc_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "cupy", found := fake_cupy())
+    monkeypatch.setattr(torch.version, "cuda", "12.8")
     found.cuda.nvrtc.getVersion = partial(ctypes.CDLL, "libnvrtc.so.none")
     with pytest.raises(build.BuildError, match=r"finds no NVRTC \(libnvrtc.*\); pip install nvidia-cuda-nvrtc-cu12$"):
         cupy_kernels.cupy()

@@ -20,20 +20,20 @@ from moves import AUTO, filled, wait
 from operations import Coded, arguments
 
 from ds_zipccl import FrameError, comm, compress
-from ds_zipccl.comm import decision, engine, execution
+from ds_zipccl.comm import decision, engine
 from ds_zipccl.comm import group_state as states
-from ds_zipccl.comm import request as requests
 from ds_zipccl.comm.buffer_pool import POOL
 from ds_zipccl.comm.decision import DecisionMemory, _mixture, _remembered, decide
 from ds_zipccl.comm.execution import execute
 from ds_zipccl.comm.group_state import GroupState, group_rank, group_state
 from ds_zipccl.comm.host import frames
-from ds_zipccl.comm.reduction_order import NO_SUM, Sum
-from ds_zipccl.comm.request import CallOptions, Request, TensorKind
+from ds_zipccl.comm.reduction_order import NO_SUM, Reduction, Sum
+from ds_zipccl.comm.request import CallOptions, Request, Segments, TensorKind
 from ds_zipccl.comm.shadow_check import Shadow
 from ds_zipccl.comm.tuner import Tuner, TunersBySize
 from ds_zipccl.config import ZipcclConfig
 from ds_zipccl.frame import FrameErrorCode
+from ds_zipccl.ops import OPS
 from ds_zipccl.policy.admission import Decision, PassReason
 from ds_zipccl.telemetry import counters
 
@@ -253,7 +253,13 @@ def a_failed_rank_still_sends(rank: int, ranks: int) -> None:
 
 NUMEL = 5000
 CODED = Decision(True, "cascade", "")
-SUM = Sum(dist.ReduceOp.SUM, tolerance="nan")
+
+
+def summed(name: str) -> Sum:
+    return Sum(getattr(dist.ReduceOp, name), reduction=Reduction("match", name, 2), tolerance="nan")
+
+
+SUM = summed("SUM")
 
 
 # ---- without ranks -----------------------------------------------------------------------------------------------------
@@ -272,10 +278,8 @@ def request_of(
     config: ZipcclConfig = AUTO, role: str = "dp", later: bool = False, kind: str = "", **more: Any
 ) -> Request:
     group: Any = SimpleNamespace(group_name="7")
-    usual = dict(
-        op="all_reduce", inputs=[], outputs=[torch.empty(0)], group=group, async_op=later, plain=None, numel=NUMEL
-    )
-    usual |= dict(options=CallOptions(config, role, kind=kind), sum=SUM)
+    usual = dict(op="all_reduce", inputs=[], outputs=[torch.empty(0)], group=group, async_op=later, plain=None)
+    usual |= dict(options=CallOptions(config, role, kind=kind), sum=SUM, numel=NUMEL)
     return Request(**{**usual, **more})  # type: ignore[arg-type]
 
 
@@ -289,7 +293,7 @@ def decided(
 OTHERS: dict[str, tuple[dict[str, Any], Decision]] = {
     "role": ({"role": "ep"}, Decision(False, "", "role is never coded")),
     "dtype": ({"dtype": torch.float64}, Decision(False, "", "dtype float64")),
-    "reduce op": ({"sum": SUM._replace(op=dist.ReduceOp.MAX)}, Decision(False, "", "reduce op MAX")),
+    "reduce op": ({"sum": summed("MAX")}, Decision(False, "", "reduce op MAX")),
     "size": ({"numel": 10}, Decision(False, "", PassReason.SMALL.value)),
     "config": ({"config": ZipcclConfig()}, Decision(False, "", "not enabled")),
 }
@@ -343,7 +347,7 @@ APART: dict[str, dict[str, Any]] = {
     "operation": {"op": "reduce_scatter_tensor"},
     "size": {"numel": 2 * NUMEL},
     "dtype": {"dtype": torch.bfloat16, "numel": 2 * NUMEL},
-    "reduce op": {"sum": SUM._replace(op=dist.ReduceOp.AVG)},
+    "reduce op": {"sum": summed("AVG")},
     "config": {"config": replace(AUTO, block=256)},
     "base": {"base": comm.IN_PLACE},
     "place in a layer": {"kind": "dispatch"},
@@ -450,7 +454,7 @@ def carried_out(
     """The result of a call with 5000 floats where ``tuner`` chooses, and coded calls say so."""
     monkeypatch.setattr(decision, "group_state", lambda group: SimpleNamespace())
     monkeypatch.setattr(decision, "resolve_group", lambda group: "the group")
-    monkeypatch.setattr(requests, "group_size", lambda group: 2)
+    monkeypatch.setattr("ds_zipccl.comm.request.group_size", lambda group: 2)
     monkeypatch.setattr(dist, "get_rank", lambda group: 0)
     monkeypatch.setattr(decision, "_remembered", lambda request, kind, state: (CODED, tuner))
     monkeypatch.setattr(engine, "engine_of", lambda state, device: engine.host)
@@ -463,7 +467,7 @@ def carried_out(
 
 def test_a_plain_call_is_timed_and_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     """The time is of the whole message; bytes counted are those that this rank sends."""
-    uneven = {"op": "all_to_all_single", "numel": None, "segments": requests.Segments([7, NUMEL], [7, 9])}
+    uneven = {"op": "all_to_all_single", "numel": None, "segments": Segments([7, NUMEL], [7, 9])}
     for later, more, nbytes, stop in (
         (False, {}, 8 * NUMEL, ("stop",)),
         (True, {}, 8 * NUMEL, ("stop after", "handle")),
@@ -493,10 +497,9 @@ def test_a_failure_on_the_way_is_not_repeated(monkeypatch: pytest.MonkeyPatch) -
     assert [entry[0] for entry in tuner.log] == ["next", "start"]
 
 
-def test_the_part_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_part_of_others() -> None:
     for ranks, part in ((1, 0), (2, 500), (3, 666), (-1, 0)):
-        monkeypatch.setattr(execution, "group_size", lambda group, ranks=ranks: ranks)
-        assert execution.sent_to_peers(1000, None) == part
+        assert OPS["all_gather"].sent_bytes(1000, ranks) == part
 
 
 def test_ranks_are_given_in_one_way(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -206,7 +206,8 @@ def unhinted_call() -> None:
     prepare = Request.prepare
 
     def lossily(self: Request) -> None:
-        self.lossy = self.lossy or (Round(1) if self.op == "all_reduce" else None)
+        if self.op == "all_reduce" and self.options.lossy is None:
+            self.options = self.options._replace(lossy=Round(1))
         prepare(self)
 
     Request.prepare = lossily  # type: ignore[method-assign]

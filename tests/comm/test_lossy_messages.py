@@ -32,6 +32,7 @@ from ds_zipccl.comm.lossy.squared_error import squared_error
 from ds_zipccl.comm.transport.gloo import GlooTransport
 from ds_zipccl.config import ZipcclConfig
 from ds_zipccl.integration.lossy.pipeline import _Link
+from ds_zipccl.integration.lossy.state import State
 from ds_zipccl.lossy import Int, LossyCodec, LowRank, Round, TacoFp8, Zfp
 from ds_zipccl.policy.cost_model import LinkProfile
 from ds_zipccl.role_settings import RoleSettings
@@ -215,7 +216,7 @@ def test_a_frame_names_why_it_is_exact(codec: LossyCodec, why: str) -> None:
     ("lossy", "text"),
     [
         (TacoFp8(), str(TacoFp8())),
-        (_Link(RoleSettings(LowRank(8)), (0, "backward", 0), width=4, ranks=2, owner=0), "lowrank rank 8"),
+        (_Link(RoleSettings(LowRank(8)), (0, "backward", 0), width=4, ranks=2, state=State()), "lowrank rank 8"),
     ],
     ids=["codec", "link"],
 )

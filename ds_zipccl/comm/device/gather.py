@@ -165,9 +165,9 @@ def plan_of(
     """Return the layout of :func:`gather_agreed`, which does not depend on words. ``partial``: the pieces are only a part of the shards, so
     that the words cannot go as they are."""
     itemsize = shards[0].own.element_size()
-    slots = [
-        slot_of(piece.numel * itemsize, size) for piece, size in zip(pieces, sizes or (), strict=sizes is not None)
-    ]
+    slots: list[tuple[int, bool]] = []
+    if sizes is not None:
+        slots = [slot_of(piece.numel * itemsize, size) for piece, size in zip(pieces, sizes, strict=True)]
     if all(raw for _, raw in slots) and not partial:
         return Plan(pieces, ())
     fragments = []

@@ -107,7 +107,7 @@ class RepeatMemory:
 
         Args:
             limit: :func:`ds_zipccl.policy.wire.kept_bytes`.
-            again: :func:`ds_zipccl.comm.request.is_again`.
+            again: :attr:`ds_zipccl.comm.request.Request.again`.
             kind: of the messages, for the count of messages that repeat nothing.
             seconds: for which the operation waits for earlier ones.
         """

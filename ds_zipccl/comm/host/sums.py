@@ -281,7 +281,7 @@ def all_reduce(ctx: OpContext, request: Request, inputs: list[torch.Tensor], out
     whole = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
     may_be_alike = request.options.kind and ctx.staging is None and not ctx.nodes and whole.numel()
     if may_be_alike and sum_alike(ctx, whole, request.sum.reduction):
-        ctx.count(2 * whole.nbytes * (ctx.size - 1) // ctx.size, 0)  # as the plain collective sends
+        ctx.count(request.sent_bytes(), 0)
     else:
         to_all(ctx, (), request.sum.reduction, whole)
     if len(outputs) > 1:

@@ -241,10 +241,7 @@ class Keeper:
         Args:
             whole: hash bases whole. audits: hash bases at all.
         """
-        rank, workers = dist.get_rank(self._group), min(torch.get_num_threads(), len(found))
-        # by as many threads as torch uses: a single one is slower than the copies
-        with ThreadPoolExecutor(max(1, workers), "ds_zipccl-compare") as pool:
-            words = [list((pool.map if workers > 1 else map)(lambda one: one.claim(rank), found))]
+        words = [_claims(found, dist.get_rank(self._group))]
         if audits:
             words.append([one.audit(whole) for one in found])
         with torch.inference_mode(), tensors.undisturbed():
@@ -272,6 +269,15 @@ class Keeper:
     def error(self, problem: str) -> CommError:
         """Return an error with the group, this rank and the problem."""
         return Call(AGREEMENT, self._group, self._config, self._role).error(problem)
+
+
+def _claims(found: Sequence[Kept], rank: int) -> list[int]:
+    """Return :meth:`Kept.claim` of each parameter, by as many threads as torch uses: a single one is slower than the copies."""
+    workers = min(torch.get_num_threads(), len(found))
+    if workers < 2:
+        return [one.claim(rank) for one in found]
+    with ThreadPoolExecutor(workers, "ds_zipccl-compare") as pool:
+        return list(pool.map(lambda one: one.claim(rank), found))
 
 
 def same_words(shard: torch.Tensor, row: torch.Tensor) -> bool:

@@ -17,12 +17,13 @@ from ds_zipccl.comm.bases.state import GATHER, Way
 from ds_zipccl.comm.context import Call, OpContext
 from ds_zipccl.comm.decision import decide
 from ds_zipccl.comm.engine import Agreed, Kept, SharedBase, abandoning
-from ds_zipccl.comm.execution import execute, sent_to_peers
+from ds_zipccl.comm.execution import execute
 from ds_zipccl.comm.group_state import group_state, resolve_group
 from ds_zipccl.comm.ops.all_gather import request_shards
 from ds_zipccl.comm.request import CallOptions, Request, equal_shards, shadow_of
 from ds_zipccl.comm.shadow_check import LossyShadow, Shadow
 from ds_zipccl.config import DEFAULT, ZipcclConfig
+from ds_zipccl.ops import OPS
 from ds_zipccl.telemetry import counters
 
 
@@ -142,7 +143,7 @@ def _copy(call: Call, columns: Sequence[_Column]) -> None:
         assert kept is not None  # its base is valid
         kept.copy(rows, call.rank, shard)
     nbytes = sum(rows.numel() * rows.element_size() for rows, *_ in columns)
-    counters.record(call.role, GATHER, sent_to_peers(nbytes, call.group), 0)
+    counters.record(call.role, GATHER, OPS[GATHER].sent_bytes(nbytes, call.size), 0)
     counters.record_difference(call.role, GATHER, "")
 
 

@@ -28,6 +28,7 @@ from ds_zipccl import comm
 from ds_zipccl.comm import Agreed, Keeper, Kept
 from ds_zipccl.comm.engine import COPIES
 from ds_zipccl.comm.group_state import GroupState, group_state
+from ds_zipccl.comm.request import in_backward_pass
 from ds_zipccl.config import ZipcclConfig
 from ds_zipccl.integration import hook_points
 from ds_zipccl.integration.zero import gathers
@@ -75,7 +76,7 @@ class Versions:
     def enter(self, module: torch.nn.Module) -> None:
         """Note that a call of a module begins. The outermost one outside of a backward pass is a pass. Does not block."""
         nested = self._outermost not in (None, module)  # a call that was not seen to end ends with the next one
-        if nested or not self._steps or torch._C._current_graph_task_id() != -1:
+        if nested or not self._steps or in_backward_pass():
             return
         if module not in self.left:
             self.left[module] = module.register_forward_hook(lambda *call: self._leave(), always_call=True)
@@ -104,16 +105,16 @@ class Versions:
     def check(self) -> None:
         """Raise CommError if a frame was refused, or a parameter was written to within its version. A collective of every group that has
         gathered by agreed sizes, or from bases."""
-        for group, _ in self._groups:
-            comm.check_frames(self._device, group, config=self._config)
+        self.check_frames()
         for keeper in self._keepers:
             keeper.check()
 
-    def check_frames(self, among: Iterable[Any]) -> None:
-        """Raise CommError if a frame was refused. A collective of every group of these parameters that has gathered by agreed sizes."""
-        groups = {param.ds_process_group for param in among}
+    def check_frames(self, among: Iterable[Any] | None = None) -> None:
+        """Raise CommError if a frame was refused. A collective of every group of these parameters (None: of all) that has gathered by
+        agreed sizes."""
+        groups = None if among is None else {param.ds_process_group for param in among}
         for group, _ in self._groups:
-            if group in groups:
+            if groups is None or group in groups:
                 comm.check_frames(self._device, group, config=self._config)
 
     def agree(self) -> None:

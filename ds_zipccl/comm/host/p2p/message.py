@@ -108,6 +108,11 @@ def parse_announcement(part: torch.Tensor, dtype: torch.dtype, numel: int) -> An
     return Announcement(Body(body), dtype, numel, number, bool(report))
 
 
+def _fragment_numel(ctx: OpContext, numel: int, itemsize: int) -> int:
+    """Return the elements of each fragment of a send of ``numel`` elements, equal on both sides. The last fragment may be shorter."""
+    return wire.fragment_numel(numel, itemsize, 2, ctx.config.staging_mib << 20)
+
+
 class Outgoing:
     """A tensor that goes to rank ``peer`` of the group. ``flat``: flat and contiguous, on the context's device. The context's first tag is
     that of the message.
@@ -130,7 +135,7 @@ class Outgoing:
         self._ctx, self._flat, self._peer, self._bounded, self._way = ctx, flat, peer, bounded, way
         self._coder = FrameCoder(ctx, way.raw)
         self._factored = None if way.raw or ctx.codec == "raw" else factored
-        self._piece = wire.fragment_numel(flat.numel(), flat.element_size(), 2, ctx.config.staging_mib << 20)
+        self._piece = _fragment_numel(ctx, flat.numel(), flat.element_size())
         self._first = Exchange(ctx, 0, self._coder)
         self._body: Exchange | None = None
 
@@ -214,7 +219,7 @@ class Incoming:
     def __init__(self, ctx: OpContext, numel: int, dtype: torch.dtype, peer: int | None) -> None:
         self._ctx, self._numel, self._dtype, self._peer = ctx, numel, dtype, peer
         self._coder = FrameCoder(ctx)
-        self._piece = wire.fragment_numel(numel, dtype.itemsize, 2, ctx.config.staging_mib << 20)
+        self._piece = _fragment_numel(ctx, numel, dtype.itemsize)
         self._buffers = PooledBuffers()
         self._part = (
             self._buffers.take(max(ANNOUNCEMENT_BYTES, known.FRAME_BYTES))
