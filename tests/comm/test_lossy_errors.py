@@ -140,6 +140,13 @@ def errors_are_counted(rank: int, ranks: int) -> None:
     for row in (first, second):
         assert row["error"] == pytest.approx(0.0265, rel=0.05)
         assert row["frames"] >= 1 and not row["exact"]
+    looks: list[Any] = []
+    with pytest.MonkeyPatch.context() as patch:
+        look = frames.squared_error
+        patch.setattr(frames, "squared_error", lambda *given: looks.append(given) or look(*given))
+        for _ in range(2 * frames.SAMPLED):
+            api(Round(3)).all_gather_into_tensor(torch.empty(SIZE * ranks).bfloat16(), mine, role="tp")
+    assert len(looks) == 2, "frames are numbered over calls"
     api(Round(3)).all_reduce(torch.ones(40_000, dtype=torch.int32), role="tp")
     assert counters.lossy()[1]["exact"] == {"dtype int32 is never lossy": 1}
 

@@ -25,7 +25,7 @@ from ds_zipccl.codecs import compress
 from ds_zipccl.codecs.known import FRAME_BYTES
 from ds_zipccl.comm.buffer_pool import Latest
 from ds_zipccl.comm.group_state import group_state
-from ds_zipccl.comm.host import repeats
+from ds_zipccl.comm.host import engine, repeats
 from ds_zipccl.comm.host.frames import SAMPLE_BYTES, ByteCoder, FrameCoder
 from ds_zipccl.comm.host.p2p import known, message
 from ds_zipccl.comm.host.repeats import Places, RepeatedSegments, RepeatMemory, Words
@@ -103,7 +103,12 @@ class Call:
                 handle = comm.all_to_all_single(out, own, coming, [len(part) for part in every[rank]], **more)
                 got = [out]
         else:
-            given, plain = (arguments(own.clone().view(-1), ranks)[self.op] for _ in range(2))
+            flat = own.view(-1)
+            given, plain = (
+                # shards of two sizes
+                (flat[1:].clone(),) if self.op == "all_reduce" else arguments(flat.clone(), ranks)[self.op]
+                for _ in range(2)
+            )
             getattr(dist, self.op)(*plain, group=self.group)
             got, wanted = [given[0]], plain[0]
             handle = getattr(comm, self.op)(*given, **more)
@@ -203,6 +208,11 @@ def drops_of_one_end(patch: pytest.MonkeyPatch, rank: int) -> None:
     patch.setattr(repeats.RepeatMemory, "drop", lambda self, sent, received: drop(self, (), received))
 
 
+def sizes_of_the_sum_in_the_gather(patch: pytest.MonkeyPatch, rank: int) -> None:
+    whole = engine.places_of_shards
+    patch.setattr(engine, "places_of_shards", lambda *given, gathered=False, **more: whole(*given, **more))
+
+
 @pytest.mark.full(reason="each planted mistake starts ranks of its own")
 @pytest.mark.parametrize(
     ("plant", "limit", "said"),
@@ -211,6 +221,7 @@ def drops_of_one_end(patch: pytest.MonkeyPatch, rank: int) -> None:
         (earlier_eviction_on_one_rank, 300, "that this rank does not keep"),
         (fragments_in_reverse, 1 << 16, "refused: MISMATCH"),
         (drops_of_one_end, 1 << 16, "that this rank does not keep"),
+        (sizes_of_the_sum_in_the_gather, 1 << 16, "were reserved"),
     ],
 )
 def test_mistakes_are_seen(plant: Callable[[pytest.MonkeyPatch, int], None], limit: int, said: str) -> None:
@@ -270,7 +281,7 @@ def staged(rank: int, ranks: int, where: str) -> None:
     with pytest.MonkeyPatch.context() as patch:
         in_fragments(patch)
         for op in ("all_to_all_single", "all_reduce", "all_gather_into_tensor"):
-            call = even(op, ranks, 40)
+            call = even(op, ranks, 44)
             assert not hashes_among(sent := sends(rank, call, KEPT, again=False)) and len(sent) > 2
             assert hashes_among(sends(rank, call, KEPT, again=True)) == len(sent)
             sends(rank, call, KEPT, again=False)
