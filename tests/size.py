@@ -28,7 +28,7 @@ BUDGETS = {
     "ds_zipccl": Budget(1_490, 1_450),
     "ds_zipccl/cli": Budget(3_050, 3_000),
     "ds_zipccl/codecs": Budget(2_860, 2_900),
-    "ds_zipccl/comm": Budget(11_180, 9_800),
+    "ds_zipccl/comm": Budget(11_020, 9_800),
     "ds_zipccl/csrc": Budget(10_020, 10_050),
     "ds_zipccl/integration": Budget(3_950, 3_700),
     "ds_zipccl/kernels": Budget(4_840, 5_200),
@@ -36,7 +36,7 @@ BUDGETS = {
     "ds_zipccl/sync": Budget(1_240, 1_250),
     "ds_zipccl/telemetry": Budget(760, 900),
     "benchmarks": Budget(5_500, 5_500),
-    "tests": Budget(55_820, 56_000),
+    "tests": Budget(55_840, 56_000),
 }
 #: Files of one folder of the package and of the benchmarks.
 MAX_FILES = 14
