@@ -4,9 +4,8 @@
 summed as ``((x[c-1] + x[c-2]) + ...) + x[c]``, indices mod n. The transport knows the size of a chunk. ``fp32`` adds in fp32 in rank order
 and rounds once. On several nodes with several ranks each, the same number of ranks on all nodes, ``fp32`` adds in two levels: the ranks of
 a node in fp32 in rank order, rounded once; then the sums of the nodes in fp32 in the order of their first ranks, rounded once. Averages
-divide before the last rounding. ``plain`` leaves the sum to the backend. A lossy sum is an ``fp32`` sum in one level, whatever
-``reduction`` is: the contributions of the peers are decoded frames, the own one is exact. The payload of a NaN sum is undefined for fp16
-and fp32, as in the hardware. A NaN sum of bf16 is 0x7fc0, as in gloo.
+divide before the last rounding. ``plain`` leaves the sum to the backend. The payload of a NaN sum is undefined for
+fp16 and fp32, as in the hardware. A NaN sum of bf16 is 0x7fc0, as in gloo.
 """
 
 from __future__ import annotations
@@ -26,7 +25,6 @@ from ds_zipccl.comm.spans import length
 from ds_zipccl.comm.transport import documented_sums
 from ds_zipccl.config import ConfigError, ZipcclConfig
 from ds_zipccl.kernels.sums import divide, flushing, settle_nans
-from ds_zipccl.lossy import LossyCodec
 
 
 class Contributions(Protocol):
@@ -193,18 +191,9 @@ class Sum(NamedTuple):
 NO_SUM = Sum()
 
 
-def arithmetic(
-    device: str,
-    summed: Sum,
-    group: dist.ProcessGroup | None,
-    config: ZipcclConfig,
-    role: str,
-    lossy: LossyCodec | None = None,
-) -> Sum:
+def arithmetic(device: str, summed: Sum, group: dist.ProcessGroup | None, config: ZipcclConfig, role: str) -> Sum:
     """Return a sum with the arithmetic that the config asks for. It depends on the group, its nodes and the config, never on a time or a
     value.
-
-    ``lossy``: the codec of a lossy sum, to which ``reduction`` does not apply. Such a sum goes in one level, whatever the nodes are.
 
     Raises:
         ConfigError: ``reduction`` is match on a group of more than two ranks in stream order, and its messages of ``role`` are coded.
@@ -213,8 +202,6 @@ def arithmetic(
     if state is None:
         return summed  # never used
     op = reduce_op_name(summed.op)
-    if lossy is not None:
-        return Sum(summed.op, summed.owned, Reduction("fp32", op, state.size), "lossy")
     if state.streams(device):
         found = _in_stream_order(state, op, group_nodes(resolve_group(group)), config, role)
         return Sum(summed.op, summed.owned, *found)

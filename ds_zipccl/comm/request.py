@@ -13,8 +13,8 @@ import torch.distributed as dist
 from ds_zipccl.comm.bases.in_place import Base
 from ds_zipccl.comm.context import Call
 from ds_zipccl.comm.group_state import group_size, group_state, group_streams, resolve_group
-from ds_zipccl.comm.reduction_order import NO_SUM, Sum, arithmetic
-from ds_zipccl.comm.shadow_check import LossyShadow, Plain, Shadow
+from ds_zipccl.comm.reduction_order import NO_SUM, Reduction, Sum, arithmetic, reduce_op_name
+from ds_zipccl.comm.shadow_check import AnyShadow, LossyShadow, Plain, Shadow
 from ds_zipccl.config import DEFAULT, ZipcclConfig
 from ds_zipccl.lossy import LossyCodec
 from ds_zipccl.ops import OPS
@@ -125,9 +125,12 @@ class Request:
                     f"{self.op}: got lossy={lossy} beside a base or agreed sizes, which are for parameters and exact; leave one of them out"
                 )
             self.options = self.options._replace(lossy=lossy)
-        if self.sum.op is not None:
+        if self.sum.op is not None and lossy is not None:  # in fp32 and in one level, whatever the config says
+            reduction = Reduction("fp32", reduce_op_name(self.sum.op), group_size(self.group))
+            self.sum = Sum(self.sum.op, self.sum.owned, reduction, "lossy")
+        elif self.sum.op is not None:
             device = "" if tensor is None else tensor.device.type
-            self.sum = arithmetic(device, self.sum, self.group, self.options.config, self.options.role, lossy)
+            self.sum = arithmetic(device, self.sum, self.group, self.options.config, self.options.role)
 
     def call(self, codec: str) -> tuple[str, dist.ProcessGroup, ZipcclConfig, str, str, torch.device]:
         """Return the arguments that contexts of all kinds have."""
@@ -244,7 +247,7 @@ def is_small(tensor: torch.Tensor, config: ZipcclConfig) -> bool:
 # ---- checked calls
 
 
-def shadow_of(request: Request, lossy: LossyCodec | None = None) -> Shadow | LossyShadow | None:
+def shadow_of(request: Request, lossy: LossyCodec | None = None) -> AnyShadow | None:
     """Start the plain collective beside a checked call whose values ``lossy`` changes, if any; None where the call is not checked."""
     if request.options.config.check != "shadow":
         return None
@@ -257,7 +260,7 @@ def shadow_of(request: Request, lossy: LossyCodec | None = None) -> Shadow | Los
 
 def compare_by(
     call: Call,
-    shadow: Shadow | LossyShadow,
+    shadow: AnyShadow,
     outputs: Sequence[torch.Tensor],
     tell: Callable[[str], Mapping[int, str]],
 ) -> None:

@@ -191,6 +191,9 @@ def _beyond_rounding(got: torch.Tensor, want: torch.Tensor, magnitude: torch.Ten
     return ~((got.double() - want.double()).abs() <= bound) & magnitude.isfinite()
 
 
+AnyShadow = Shadow | LossyShadow
+
+
 def _show(value: torch.Tensor) -> str:
     width = 2 * value.element_size()
     return f"{value.item():g} (0x{int(bits(value.reshape(1))[0]) & (1 << 4 * width) - 1:0{width}x})"

@@ -18,7 +18,7 @@ from ds_zipccl.comm.host.pipeline import abandon
 from ds_zipccl.comm.host.repeats import Places, RepeatMemory, Repeats, Words, places_of_shards
 from ds_zipccl.comm.lossy.frames import LossyFrames
 from ds_zipccl.comm.request import Request, compare_by, copy_back, logical_order, memory_order, problem_of, shadow_of
-from ds_zipccl.comm.shadow_check import LossyShadow, Shadow
+from ds_zipccl.comm.shadow_check import AnyShadow
 from ds_zipccl.comm.spans import cut, length
 from ds_zipccl.comm.transport import TRANSPORTS
 from ds_zipccl.comm.transport.protocol import TAGS_PER_COLLECTIVE
@@ -183,7 +183,7 @@ def telling_failures(ctx: OpContext) -> Iterator[None]:
 
 
 @tensors.undisturbed()
-def compare_on_all_ranks(ctx: OpContext, shadow: Shadow | LossyShadow, outputs: Sequence[torch.Tensor]) -> None:
+def compare_on_all_ranks(ctx: OpContext, shadow: AnyShadow, outputs: Sequence[torch.Tensor]) -> None:
     """Compare the outputs of a call that all ranks check. A collective; blocks.
 
     Raises:

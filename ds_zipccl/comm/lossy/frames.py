@@ -1,7 +1,8 @@
 """The frames of operations whose values a lossy codec may change.
 
 A frame decodes to the values that :func:`ds_zipccl.codecs.project` makes of the sent ones, whether the frame is coded or raw: so results do
-not depend on the choice between the two. The sender looks at every SAMPLED-th of its frames and counts the error of the rounding.
+not depend on the choice between the two. A lossy sum is an ``fp32`` sum in one level, whatever ``reduction`` is: the contributions of the
+peers are decoded frames, the own one is exact. The sender looks at every SAMPLED-th of its frames and counts the error of the rounding.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ from ds_zipccl.comm.execution import execute
 from ds_zipccl.comm.group_state import group_state, resolve_group
 from ds_zipccl.comm.ops.all_gather import request_shards
 from ds_zipccl.comm.request import CallOptions, Request, equal_shards, shadow_of
-from ds_zipccl.comm.shadow_check import LossyShadow, Shadow
+from ds_zipccl.comm.shadow_check import AnyShadow
 from ds_zipccl.config import DEFAULT, ZipcclConfig
 from ds_zipccl.ops import OPS
 from ds_zipccl.telemetry import counters
@@ -158,7 +158,7 @@ def _laid_out(call: Call, columns: Sequence[_Column]) -> tuple[torch.Tensor, tor
 
 
 def _send(
-    call: Call, request: Request, output: torch.Tensor, columns: Sequence[_Column], shadow: Shadow | LossyShadow | None
+    call: Call, request: Request, output: torch.Tensor, columns: Sequence[_Column], shadow: AnyShadow | None
 ) -> Any:
     """Gather parameters by messages, put them into their columns of the output, and fill the bases of those that have one. Then compare
     with the shadow of the whole gather, if there is one. Returns as torch.distributed does."""
