@@ -38,7 +38,6 @@ class Engine(Protocol):
 
     def takes(self, state: GroupState, device: str) -> bool:
         """Return whether this engine executes the coded calls of a group on a device type; equal on all ranks."""
-        ...
 
     def passes_now(self, request: Request) -> PassReason | None:
         """Return why the plain collective executes an admitted call at this moment of the program; None where frames do. All ranks ask
@@ -47,11 +46,9 @@ class Engine(Protocol):
         Raises:
             CommError: the call is not possible now, by frames or plain.
         """
-        ...
 
     def start(self, request: Request, decision: Decision, timer: CallTimer | None = None) -> Any:
         """Execute a call by frames, and count its bytes; see :func:`start`."""
-        ...
 
 
 #: The engines in the order in which they are asked.

@@ -38,15 +38,12 @@ class Contributions(Protocol):
 
     def take(self, rank: int, into: torch.Tensor) -> torch.Tensor:
         """Return the contribution of ``rank``: in ``into``, or in another tensor. Blocks until the contribution has arrived."""
-        ...
 
     def add(self, rank: int, sums: torch.Tensor) -> None:
         """Add the contribution of ``rank`` to ``sums``, of the contribution's dtype or float32. Blocks as :meth:`take`."""
-        ...
 
     def add_taken(self, taken: torch.Tensor, sums: torch.Tensor) -> None:
         """Add ``taken``, a result of :meth:`take` or a part of one, to ``sums`` of the same dtype."""
-        ...
 
 
 class Reduction:

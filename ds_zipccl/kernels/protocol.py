@@ -40,32 +40,26 @@ class KernelBackend(Protocol):
     ) -> list[int]:
         """Encode each segment (at least one, all of one dtype) with ``code``, "cascade" or "wide", into its place in ``outs``
         (``payload_bound`` bytes each), and return the bytes of each payload."""
-        ...
 
     def decode(self, payload: torch.Tensor, block: int, words: torch.Tensor, adds: torch.dtype | None = None) -> None:
         """Decode ``payload`` into ``words``; with ``adds``, as all decoders have it, add the words of that dtype to ``words``, which are
         of the same dtype (each sum is rounded to it) or float32."""
-        ...
 
     def add(self, words: torch.Tensor, sums: torch.Tensor) -> None:
         """Add ``words`` to ``sums``, with the dtypes of :meth:`decode`.
 
         On a CPU the calling thread, or threads that it starts, do the additions: they flush denormals where the calling thread does.
         """
-        ...
 
     def encode_delta(self, words: torch.Tensor, base: torch.Tensor, block: int, out: torch.Tensor) -> int:
         """Encode ``words`` against ``base``, of the same dtype (bfloat16, float16 or float32) and size, into ``out``
         (``payload_bound`` bytes), and return the payload's bytes."""
-        ...
 
     def decode_delta(self, payload: torch.Tensor, base: torch.Tensor, block: int, words: torch.Tensor) -> None:
         """Decode ``payload`` against ``base`` into ``words``, which may be the base's memory or apart from it."""
-        ...
 
     def region_hash(self, data: torch.Tensor, key: tuple[int, int] = (0, 0)) -> tuple[int, int]:
         """Return both halves of the hash of ``data`` (uint8; FORMAT.md section 5) with a key of two u64."""
-        ...
 
 
 class RowBackend(KernelBackend, Protocol):
@@ -89,7 +83,6 @@ class RowBackend(KernelBackend, Protocol):
         Returns:
             How many of the rows are repeats.
         """
-        ...
 
     def row_factors(self, words: torch.Tensor, width: int, rows: torch.Tensor, sources: torch.Tensor) -> torch.Tensor:
         """Return for each i the factor, float32, by which row ``rows[i]`` (b) is best predicted from row ``sources[i]`` (a).
@@ -98,7 +91,6 @@ class RowBackend(KernelBackend, Protocol):
         float64 numbers: lane j of 32 adds the products of elements j, j + 32, ... in order, from 0.0 on; then the lanes are added in order
         from lane 0 on. No product is fused with an addition. Words are bfloat16, float16 or float32.
         """
-        ...
 
     def predict_rows(
         self, words: torch.Tensor, width: int, sources: torch.Tensor, factors: torch.Tensor, out: torch.Tensor
@@ -108,7 +100,6 @@ class RowBackend(KernelBackend, Protocol):
         ``factors`` are float32, finite and normal. ``out`` is flat, of the words' dtype, bfloat16, float16 or float32, of
         ``len(sources) * width`` elements, apart from ``words``.
         """
-        ...
 
     def encode_rows(
         self,
@@ -124,7 +115,6 @@ class RowBackend(KernelBackend, Protocol):
         """Encode the literals of ``words``: the first ``head`` elements, the rows ``rows`` (ascending), and the elements behind the last
         whole row. Otherwise as :meth:`encode` of one segment of these elements; with ``mantissa`` as :meth:`LossyBackend.encode_rounded`.
         """
-        ...
 
     def decode_rows(
         self,
@@ -138,11 +128,9 @@ class RowBackend(KernelBackend, Protocol):
     ) -> None:
         """Decode a payload of :meth:`encode_rows` to the places of its elements in ``words``; no other row is written. ``rounded``: the
         payload is one of :meth:`LossyBackend.decode_rounded`."""
-        ...
 
     def copy_rows(self, words: torch.Tensor, width: int, rows: torch.Tensor, sources: torch.Tensor) -> None:
         """Copy row ``sources[i]`` of ``words`` (any dtype of a frame) to row ``rows[i]``, for each i. No source is one of ``rows``."""
-        ...
 
 
 class LossyBackend(Protocol):
@@ -153,7 +141,6 @@ class LossyBackend(Protocol):
 
     def round_words(self, words: torch.Tensor, mantissa: int, out: torch.Tensor) -> None:
         """Write ``words``, rounded to ``mantissa`` bits, 1 to 6 (FORMAT.md 2.9), to ``out``, which may be ``words``."""
-        ...
 
     def encode_rounded(
         self, segments: Sequence[torch.Tensor], mantissa: int, block: int, outs: Sequence[torch.Tensor]
@@ -164,13 +151,11 @@ class LossyBackend(Protocol):
         Returns:
             For each segment the bytes of its payload, and the bytes that the exponent payload of the rounded words has.
         """
-        ...
 
     def decode_rounded(
         self, payload: torch.Tensor, block: int, words: torch.Tensor, adds: torch.dtype | None = None
     ) -> None:
         """Decode a rounded payload of bfloat16 or float16 as :meth:`KernelBackend.decode` does."""
-        ...
 
     def encode_scaled(
         self, words: torch.Tensor, codec: ScaledCodec, scales: torch.Tensor, codes: torch.Tensor
@@ -184,7 +169,6 @@ class LossyBackend(Protocol):
         Returns:
             The number of groups with codes; None where a group stays as it is, and both outputs are undefined.
         """
-        ...
 
     def decode_scaled(
         self,
@@ -196,16 +180,13 @@ class LossyBackend(Protocol):
     ) -> None:
         """Write the values to ``words``, or add them as :meth:`KernelBackend.decode` does. The caller has proven the scales, their number,
         and the number of codes, not the codes."""
-        ...
 
     def project_scaled(self, words: torch.Tensor, codec: ScaledCodec, out: torch.Tensor) -> None:
         """Write the decoded values of ``words`` to ``out``, which may be ``words``; a group that stays as it is, as it is."""
-        ...
 
     def project_zfp(self, words: torch.Tensor, rate: int, out: torch.Tensor) -> None:
         """Write the words that :meth:`decode_zfp` gives for the codes of ``words`` to ``out``, which may be ``words``. Of a block of four
         words among which is a NaN or an infinity, the words themselves are written."""
-        ...
 
     def encode_zfp(self, words: torch.Tensor, rate: int, codes: torch.Tensor) -> bool:
         """Encode ``words`` with ``rate`` bits each, 3 to 32 (FORMAT.md 2.11), to ``codes`` (uint8, as many bytes as the codes have).
@@ -213,11 +194,9 @@ class LossyBackend(Protocol):
         Returns:
             Whether all words are finite; if not, ``codes`` are undefined.
         """
-        ...
 
     def decode_zfp(self, codes: torch.Tensor, rate: int, words: torch.Tensor, adds: torch.dtype | None = None) -> None:
         """Decode ``codes``, as many bytes as ``words`` need, as :meth:`KernelBackend.decode` does. Every content of the codes has words."""
-        ...
 
     def multiply(self, p: torch.Tensor, q: torch.Tensor, words: torch.Tensor, adds: torch.dtype | None = None) -> None:
         """Write the product of ``p`` with the transpose of ``q`` (FORMAT.md 2.12) to ``words``, flat, or add it as
@@ -226,7 +205,6 @@ class LossyBackend(Protocol):
         Args:
             p, q: float32, contiguous, of n rows and of m rows, with as many columns. The caller has proven that no sum is beyond float32.
         """
-        ...
 
     def orthonormalize(self, columns: torch.Tensor) -> None:
         """Make the columns of ``columns``, contiguous float32 of any shape [n, r], orthonormal, in place.
@@ -236,4 +214,3 @@ class LossyBackend(Protocol):
         its first length or less is left. A scalar product has 16 sums, each of the elements i, i + 16, i + 32 and so on; then sums that
         are 8, 4, 2 and 1 apart are added.
         """
-        ...

@@ -25,12 +25,10 @@ class Base(Protocol):
     def begin(self, ctx: OpContext, places: Sequence[torch.Tensor], buffers: PooledBuffers) -> torch.Tensor | None:
         """Copy the shards of other ranks, as far as this rank holds them, to their places. Return the own shard of the last gather, flat,
         or None without a last gather. Only the gather itself may change the places and the returned shard until the gather is over."""
-        ...
 
     def end(self, ctx: OpContext, places: Sequence[torch.Tensor], last: torch.Tensor | None) -> None:
         """Hold the contents of ``places`` from now on: the gather has succeeded. ``last`` is the result of :meth:`begin`, and may be
         overwritten."""
-        ...
 
     def abandon(self, ctx: OpContext) -> None:
         """Drop the base after a failed gather of this rank; does not block."""

@@ -56,24 +56,19 @@ class Transport(Protocol):
 
     def post_send(self, buffer: torch.Tensor, peer: int, tag: int) -> dist.Work:
         """Post the send of all of ``buffer``; does not block."""
-        ...
 
     def post_recv(self, buffer: torch.Tensor, peer: int | None, tag: int) -> dist.Work:
         """Post the receive of one message of at most ``buffer``'s size, from any rank if ``peer`` is None; does not block."""
-        ...
 
     def ring_chunk(self, op: str, numel: int, itemsize: int) -> int:
         """Return the elements in a chunk of the backend's ring for a sum by ``op`` ("all_reduce" or "reduce") of ``numel`` elements."""
-        ...
 
     def ask_flushing(self) -> Callable[[], Sequence[bool]]:
         """Ask each rank whether its backend flushes denormals in sums; once per group, a collective that does not block. The answer, a
         flag for each rank, blocks until all ranks have asked."""
-        ...
 
     def timeout(self) -> timedelta:
         """Return the time after which the backend gives an operation up."""
-        ...
 
 
 def timeout_of(group: dist.ProcessGroup, device: torch.device) -> timedelta:
@@ -97,7 +92,6 @@ class CollectiveTransport(Protocol):
 
     def all_gather(self, whole: torch.Tensor, part: torch.Tensor) -> None:
         """Write the parts of all ranks to ``whole``, in their order. ``part`` is the own part of ``whole``, or apart from it."""
-        ...
 
     def all_to_all(
         self,
@@ -108,20 +102,15 @@ class CollectiveTransport(Protocol):
     ) -> None:
         """Send the pieces of ``sent`` to the ranks, in their order, and write the pieces for this rank to ``received``. Sizes in elements;
         None: equal pieces."""
-        ...
 
     def max(self, words: torch.Tensor) -> None:
         """Replace each word by the largest of all ranks."""
-        ...
 
     def reduce_scatter(self, part: torch.Tensor, whole: torch.Tensor, op: dist.ReduceOp) -> None:
         """Write the backend's own sum of this rank's part of every rank's ``whole`` to ``part``, which may be the own part."""
-        ...
 
     def reduce(self, tensor: torch.Tensor, owner: int, op: dist.ReduceOp) -> None:
         """Replace ``tensor`` of rank ``owner`` by the backend's own sum; other ranks' tensors are undefined afterwards."""
-        ...
 
     def timeout(self, device: torch.device) -> timedelta:
         """Return the time after which the backend gives an operation up."""
-        ...

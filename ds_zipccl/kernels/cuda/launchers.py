@@ -32,7 +32,6 @@ class Launcher(Protocol):
         Raises:
             RuntimeError: the driver refused.
         """
-        ...
 
 
 class Loading:
