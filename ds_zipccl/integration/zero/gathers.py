@@ -288,14 +288,19 @@ def parts_of(params: Sequence[Any], dtype: torch.dtype) -> Sequence[Part]:
     if not any(kept):
         return ()
     for param, one in zip(params, kept, strict=True):
-        numel, slot = param.ds_tensor.ds_numel, None if one is None else one.slot()
-        fits = slot is not None and slot.memory.dtype is dtype and slot.memory.shape[1] == numel
-        found.append(Part(numel, one if fits else None))
+        found.append(part_of(one, param.ds_tensor.ds_numel, dtype))
     if not any(part.kept is not None for part in found):
         return ()
     for versions in versions_of(params):
         versions.begin_gather()
     return found
+
+
+def part_of(kept: Kept | None, numel: int, dtype: torch.dtype) -> Part:
+    """Return a part of a gather in a dtype: of a parameter with shards of ``numel`` elements, with its state if its base fits."""
+    slot = None if kept is None else kept.slot()
+    fits = slot is not None and slot.memory.dtype is dtype and slot.memory.shape[1] == numel
+    return Part(numel, kept if fits else None)
 
 
 def forget(params: Iterable[Any]) -> None:
