@@ -1,10 +1,11 @@
-"""A machine with torch, and with neither DeepSpeed nor pydantic: everything but the integration with DeepSpeed works there.
+"""A machine with torch, and with neither DeepSpeed nor pydantic: everything but the integration with DeepSpeed works there, FSDP2 too.
 
 The environment is a real one, with the packages of this one but for these two, so that processes started there lack them too.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 from pathlib import Path
@@ -95,6 +96,38 @@ def test_collectives(python: str, tmp_path: Path) -> None:
         for rank in range(2)
     ]
     assert [(rank.communicate(timeout=300)[0], rank.returncode) for rank in ranks] == [("True\n", 0)] * 2
+
+
+FSDP = """
+import sys
+assert not any(name.partition(".")[0] == "deepspeed" for name in sys.modules)
+import torch.distributed as dist
+from fsdp_lab import Lab, bits
+rank = int(sys.argv[1])
+dist.init_process_group("gloo", init_method=f"file://{sys.argv[2]}", rank=rank, world_size=2)
+def train(lab):
+    model = lab.start(section={"zero3_base": "host", "log_interval": 2, "step_log": sys.argv[3]})
+    lab.train(model)
+    return model
+said, (plain, sent), _ = bits(rank, 2, train, "")
+assert plain > 2 * sent and (rank or "on, codes cpu tensors over gloo" in said and "after 2 steps" in said), said
+dist.destroy_process_group()
+"""
+
+
+def test_fsdp(python: str, tmp_path: Path) -> None:
+    """The start-up line, a table between the steps and one at the end, and the step log."""
+    store, log = str(tmp_path / "store"), tmp_path / "log"
+    paths = os.pathsep.join((str(ROOT), str(ROOT / "tests" / "support")))
+    environment = {**os.environ, "PYTHONPATH": paths, "GLOO_SOCKET_IFNAME": "lo"}
+    words = [[python, "-c", FSDP, str(rank), store, str(log)] for rank in range(2)]
+    ranks = [subprocess.Popen(one, env=environment, stdout=subprocess.PIPE, text=True) for one in words]
+    said = [rank.communicate(timeout=300)[0] for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [0, 0]
+    assert "traffic of rank 0 at the end" in said[0] and not said[1]
+    lines = [json.loads(line) for line in log.read_text().splitlines()]
+    assert [line["step"] for line in lines] == [1, 2, 3] and lines[1]["lr"] == [3e-5]
+    assert lines[1]["differences"]["as differences"] and lines[1]["roles"]["zero_grad"]["ratio"] > 1.3
 
 
 @pytest.mark.full(reason="four seconds; doctor stays")

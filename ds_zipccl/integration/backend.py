@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import atexit
-import contextlib
 import functools
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from typing import Any, cast
 
 import torch
@@ -15,25 +12,20 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.comm.torch import TorchBackend
 from torch.distributed import ReduceOp
 
-from ds_zipccl import comm, devices, kernels, tensors
-from ds_zipccl.comm import engine as comm_engine
-from ds_zipccl.comm import topology
-from ds_zipccl.comm.group_state import find_nodes, group_nodes, group_size, group_state, resolve_group
+from ds_zipccl import comm, tensors
+from ds_zipccl.comm.group_state import group_size
 from ds_zipccl.comm.ops import reduce_to_owners
 from ds_zipccl.comm.ops.reduce_to_owners import Owners
-from ds_zipccl.comm.transport import TRANSPORTS
-from ds_zipccl.config import ROLES, ZipcclConfig
-from ds_zipccl.integration import hints, hook_points, start_line, torch_calls
+from ds_zipccl.integration import hints, hook_points, start_up, torch_calls
 from ds_zipccl.integration.hook_points import HookPoint
-from ds_zipccl.integration.job import BYPASSED, Bypass, Job, overriding_section
+from ds_zipccl.integration.job import BYPASSED, Job, overriding_section
 from ds_zipccl.integration.lossy import calls as lossy_calls
 from ds_zipccl.integration.lossy.powersgd import PowerSum
 from ds_zipccl.integration.zero import buckets, gathers
 from ds_zipccl.ops import OPS
 from ds_zipccl.policy import admission
 from ds_zipccl.policy.admission import PassReason
-from ds_zipccl.telemetry import counters, table
-from ds_zipccl.telemetry.step_log import StepLog
+from ds_zipccl.telemetry import counters
 
 _method = functools.partial(HookPoint, "deepspeed.comm.torch")
 hook_points.declare(
@@ -59,10 +51,6 @@ _DEFAULTS = {
     "output_split_sizes": None,
     "input_split_sizes": None,
 }
-#: A lossy function that the C++ kernels have, and numba lacks.
-_LOSSY_FUNCTION = "encode_rounded"
-#: What to do about ranks without C++ kernels.
-_REMEDY = "install a C++ compiler or a wheel of ds_zipccl with its library"
 #: Operation and role of ZeRO's parameter gathers.
 _PARAMETER_GATHER = ("all_gather_into_tensor", "zero_param")
 
@@ -208,8 +196,9 @@ class ZipcclBackend(TorchBackend):  # type: ignore[misc]
         config = self.job.accept(section)
         if config is None:
             return
-        _load_kernels(config)
-        config = _with_all_kernels(config)
+        device = _device()
+        start_up.load_kernels(config, device)
+        config = start_up.with_all_kernels(config, device)
         hook_points.skip_frames()
         self.job.untraced = {
             name: hook_points.outside_graphs(getattr(type(self), name).coded)
@@ -220,30 +209,7 @@ class ZipcclBackend(TorchBackend):  # type: ignore[misc]
         self.job.config = config
         if config.torch_distributed:
             torch_calls.wrap(self.job)
-        profile = None
-        if _measurable():
-            if any(config.mode_of(role) == "auto" for role in ROLES):  # their schedules compete
-                profile = comm.calibrate()
-            else:
-                find_nodes()  # sums depend on the nodes, and must not depend on the mode
-        settled = self._settle(config)
-        unhooked = lossy_calls.unhooked(config)
-        if torch.distributed.get_rank() == 0:
-            groups, device, nodes = start_line.groups_here(), _device().type, group_nodes(resolve_group(None))
-            covered = start_line.describe(groups, device, config, settled)
-            first = start_line.start_line(config, profile, covered, nodes, settled)
-            features = start_line.lossy_line(groups, device, config, unhooked), start_line.fused_line(config)
-            for line in filter(None, (first, *hook_points.lines(), *features)):
-                print(line, flush=True)
-            atexit.register(table.show, "at the end")
-            self.job.step_log = StepLog(config.step_log) if config.step_log else None
-
-    def _settle(self, config: ZipcclConfig) -> comm_engine.Settled | None:
-        """Settle sums and moves of groups in stream order; None where the job has none that is coded. A collective; blocks."""
-        settled = comm_engine.settle(config, _device())
-        if settled is not None and not any(config.mode_of(role) == "always" for role in ROLES):
-            self.job.bypass = Bypass(self.job.role_of, settled.device)
-        return settled
+        start_up.begin(self.job, config, device, lossy_calls.unhooked(config))
 
     def batch_isend_irecv(self, p2p_op_list: list[Any]) -> list[Any]:
         """Start all sends and receives, those of CPU tensors by :meth:`isend` and :meth:`irecv`; return their handles.
@@ -266,65 +232,6 @@ if not hook_points.fits("TorchBackend.batch_isend_irecv", TorchBackend):
     del ZipcclBackend.batch_isend_irecv
 
 
-def _load_kernels(config: ZipcclConfig) -> None:
-    """Build and load the kernels now, not in the middle of the first step, where a CUDA kernel must not be loaded any more.
-
-    Without CUDA kernels the job runs, and CUDA tensors are compressed on the host; the start-up line has the reason.
-
-    Raises:
-        RouteUnavailable: no route for CPU tensors works.
-    """
-    kernels.route(kernels.preferred(config.route, "cpu"), "cpu")
-    device = _device()
-    if device.type == "cuda":
-        with contextlib.suppress(RuntimeError), devices.RUNTIMES["cuda"].device(device):  # also of the device itself
-            kernels.route(kernels.preferred(config.route, "cuda"), "cuda")
-
-
-def _with_all_kernels(config: ZipcclConfig) -> ZipcclConfig:
-    """Return the config with the features off for which a rank has no kernels, as the other ranks would wait for it; rank 0 says which, and
-    why. A collective of all ranks for each feature that the config asks for; blocks.
-
-    Raises:
-        RouteUnavailable: a rank has no kernels of the lossy codecs, on all ranks.
-    """
-    device, state = _device(), group_state(None)
-    streams = state is not None and state.size > 1 and state.streams(device.type)
-    host = kernels.preferred(config.route, "cpu")
-    features: tuple[tuple[str, bool, Callable[[], object], str], ...] = (
-        (
-            "lossy",
-            config.lossy and bool(config.lossy_roles),
-            lambda: kernels.lossy_route(host, "cpu", _LOSSY_FUNCTION),
-            f"lack the lossy codecs of the roles; {{}}; {_REMEDY}, or name no lossy codec",
-        ),
-        (
-            "rows",
-            config.rows != "off" and config.mode_of("ep") != "never",
-            lambda: kernels.row_route(host, "cpu"),
-            f"have no kernels of row frames; {{}}; {_REMEDY}",
-        ),
-        (
-            "nccl",
-            config.nccl != "off" and streams,
-            lambda: kernels.route(kernels.preferred(config.route, device.type), device.type),
-            "have no kernels; {}",
-        ),
-    )
-    for key, wanted, load, what in features:
-        told = topology.tell(resolve_group(None), kernels.lacking(load)) if wanted else {}
-        if not (missing := {rank: said for rank, said in told.items() if said}):
-            continue
-        rank, said = next(iter(missing.items()))
-        why = f"ranks {sorted(missing)} {what.format(f'rank {rank}: {said}')}"
-        if key == "lossy":
-            raise kernels.RouteUnavailable(why)
-        if torch.distributed.get_rank() == 0:
-            print(f"[ds_zipccl] {key} is off: {why}", flush=True)
-        config = replace(config, **{key: "off"})  # type: ignore[arg-type]
-    return config
-
-
 def _device() -> torch.device:
     """Return the device that DeepSpeed gives to this rank, which need not be current yet; the current one where the rank sees fewer devices
     than its node has ranks."""
@@ -333,9 +240,3 @@ def _device() -> torch.device:
         return torch.device(name)
     local = int(os.environ.get("LOCAL_RANK", "0"))
     return torch.device("cuda", torch.cuda.current_device() if 0 < torch.cuda.device_count() <= local else local)
-
-
-def _measurable() -> bool:
-    """Whether ranks can exchange messages of this package over a link that can be measured."""
-    state = group_state(None)
-    return state is not None and state.size > 1 and state.backend("cpu") in TRANSPORTS

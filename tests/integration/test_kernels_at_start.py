@@ -14,7 +14,7 @@ import torch
 
 from ds_zipccl import devices, kernels
 from ds_zipccl.config import DEFAULT, ZipcclConfig
-from ds_zipccl.integration import backend
+from ds_zipccl.integration import backend, start_up
 
 
 class Job:
@@ -68,7 +68,7 @@ def test_routes_of_the_jobs_devices(
 ) -> None:
     """A route that only another device has gives way to the best one."""
     job = Job(monkeypatch, accelerator)
-    backend._load_kernels(ZipcclConfig(enabled=True, route=route))  # type: ignore[arg-type]
+    start_up.load_kernels(ZipcclConfig(enabled=True, route=route), backend._device())  # type: ignore[arg-type]
     assert [entry[:2] for entry in job.loaded] == loaded
 
 
@@ -81,7 +81,7 @@ def test_the_device_of_this_rank(
     monkeypatch.setenv("LOCAL_RANK", "3")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: visible)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: current)
-    backend._load_kernels(DEFAULT)
+    start_up.load_kernels(DEFAULT, backend._device())
     assert job.loaded == [("cpu", "native", "cuda:0"), *(("cuda", "native", f"cuda:{one}") for one in wanted)]
     assert job.device == "cuda:0"
 
@@ -89,12 +89,12 @@ def test_the_device_of_this_rank(
 def test_no_cuda_kernels_do_not_stop_the_job(monkeypatch: pytest.MonkeyPatch) -> None:
     job = Job(monkeypatch, "cuda")
     job.fails = {("cuda", "native"), ("cuda", "cupy")}
-    backend._load_kernels(DEFAULT)
+    start_up.load_kernels(DEFAULT, backend._device())
     assert kernels.tried("cuda") == {"native": "RuntimeError: planted", "cupy": "RuntimeError: planted"}
     job.fails = {("cpu", "native"), ("cpu", "numba")}
     monkeypatch.setattr(kernels, "_loaded", {})
     with pytest.raises(kernels.RouteUnavailable, match="no kernels for cpu tensors here"):
-        backend._load_kernels(DEFAULT)
+        start_up.load_kernels(DEFAULT, backend._device())
 
 
 #: What a rank with numba alone says of the functions that its kernels lack.
@@ -118,12 +118,14 @@ def without_a_compiler(rank: int, size: int) -> list[tuple[list[str], str]]:
         said = []
         for codec in codecs:
             try:
-                backend._with_all_kernels(ZipcclConfig(enabled=True, lossy=True, roles={"dp": codec}))
+                start_up.with_all_kernels(
+                    ZipcclConfig(enabled=True, lossy=True, roles={"dp": codec}), backend._device()
+                )
                 said.append("")
             except kernels.RouteUnavailable as error:
                 said.append(str(error))
-        assert backend._with_all_kernels(never) == never
-        found.append((said, backend._with_all_kernels(DEFAULT).rows))
+        assert start_up.with_all_kernels(never, backend._device()) == never
+        found.append((said, start_up.with_all_kernels(DEFAULT, backend._device()).rows))
     return found
 
 
@@ -145,12 +147,12 @@ def test_the_line_about_rows(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Cap
         "[ds_zipccl] rows is off: ranks [1, 3] have no kernels of row frames; rank 1: no compiler; install a C++ compiler or a wheel of "
         "ds_zipccl with its library\n"
     )
-    monkeypatch.setattr(backend, "group_state", lambda group: None)
-    monkeypatch.setattr(backend, "resolve_group", lambda group: group)
-    monkeypatch.setattr(backend.topology, "tell", lambda group, text: {0: "", 1: "no compiler", 3: "another reason"})
+    monkeypatch.setattr(start_up, "group_state", lambda group: None)
+    monkeypatch.setattr(start_up, "resolve_group", lambda group: group)
+    monkeypatch.setattr(start_up.topology, "tell", lambda group, text: {0: "", 1: "no compiler", 3: "another reason"})
     for rank in (1, 0):
         monkeypatch.setattr(torch.distributed, "get_rank", lambda rank=rank: rank)
-        assert backend._with_all_kernels(DEFAULT) == replace(DEFAULT, rows="off")
+        assert start_up.with_all_kernels(DEFAULT, backend._device()) == replace(DEFAULT, rows="off")
         assert capsys.readouterr().out == ("" if rank else line)
 
 
@@ -160,17 +162,17 @@ def test_one_rank_without_kernels_switches_nccl_off_everywhere(
     """Ranks with kernels would wait for that rank."""
     job = Job(monkeypatch, "cuda")
     state = SimpleNamespace(size=3, rank=0, streams=lambda device: device == "cuda")
-    monkeypatch.setattr(backend, "group_state", lambda group: state)
-    monkeypatch.setattr(backend, "resolve_group", lambda group: group)
+    monkeypatch.setattr(start_up, "group_state", lambda group: state)
+    monkeypatch.setattr(start_up, "resolve_group", lambda group: group)
     monkeypatch.setattr(torch.distributed, "get_rank", lambda: 0)
     others = {0: "", 1: "", 2: ""}
-    monkeypatch.setattr(backend.topology, "tell", lambda group, text: {**others, 0: text})
+    monkeypatch.setattr(start_up.topology, "tell", lambda group, text: {**others, 0: text})
     on = ZipcclConfig(enabled=True, nccl="on", rows="off")
-    assert backend._with_all_kernels(on) == on and not capsys.readouterr().out
+    assert start_up.with_all_kernels(on, backend._device()) == on and not capsys.readouterr().out
     others[2] = "no compiler"
-    assert backend._with_all_kernels(on) == replace(on, nccl="off")
+    assert start_up.with_all_kernels(on, backend._device()) == replace(on, nccl="off")
     assert capsys.readouterr().out == "[ds_zipccl] nccl is off: ranks [2] have no kernels; rank 2: no compiler\n"
     job.fails = {("cuda", "native"), ("cuda", "cupy")}
     monkeypatch.setattr(kernels, "_loaded", {})
-    assert backend._with_all_kernels(on).nccl == "off"
+    assert start_up.with_all_kernels(on, backend._device()).nccl == "off"
     assert "ranks [0, 2]" in capsys.readouterr().out

@@ -12,8 +12,8 @@ import torch.distributed as dist
 import ds_zipccl
 from ds_zipccl.comm.device.choice import Settled
 from ds_zipccl.config import ZipcclConfig
-from ds_zipccl.integration import backend
 from ds_zipccl.integration import start_line as lines
+from ds_zipccl.integration import start_up
 from ds_zipccl.integration.start_line import Group, describe, groups_here, start_line
 from ds_zipccl.ops import OPS
 from ds_zipccl.policy.admission import PassReason
@@ -227,7 +227,7 @@ def real_groups(rank: int, ranks: int) -> list[str]:
     """Clauses on real groups: the first, after more groups are made, and after one is gone; and whether links are measured."""
     found = [describe(groups_here(), "cpu", DEFAULT)]
     if ranks == 1:
-        return [*found, str(backend._measurable())]
+        return [*found, str(start_up._measurable())]
     dist.new_group([0])
     pair = dist.new_group([0, 1])
     dist.new_group([1, 2])
@@ -235,7 +235,7 @@ def real_groups(rank: int, ranks: int) -> list[str]:
     dist.barrier()  # a rank may still be connecting a group that another one has
     if rank < 2:
         dist.destroy_process_group(pair)
-    return [*found, describe(groups_here(), "cpu", DEFAULT), str(backend._measurable())]
+    return [*found, describe(groups_here(), "cpu", DEFAULT), str(start_up._measurable())]
 
 
 def test_groups_that_the_job_has_made() -> None:

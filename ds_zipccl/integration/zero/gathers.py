@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from types import ModuleType
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -68,15 +68,50 @@ def partition(original: Callable[..., Any], init: Any, param_list: Any, *args: A
     return original(init, param_list, *args, **kwargs)
 
 
+class Gathered(NamedTuple):
+    """A parameter that is gathered again and again, by its shards of ``numel`` elements in a dtype. ``trained``: optimizer steps change it.
+    ``sized``: its frames have agreed sizes in groups in the order of streams. ``hold`` takes its base."""
+
+    group: dist.ProcessGroup
+    numel: int
+    dtype: torch.dtype
+    trained: bool
+    sized: bool
+    hold: Callable[[BaseSlot], None]
+
+
 def allocate_bases(
     parameters: Iterable[Any], config: ZipcclConfig, device: torch.device, *, trains: bool = True
 ) -> tuple[list[BaseSlot], str]:
-    """Allocate a base for each parameter that ZeRO-3 frees after use; with ``zero3_base`` auto for those of them that are frozen and fit,
-    in host memory: memory of the device would hold the whole model on every rank, which ZeRO-3 avoids. In groups in the order of streams
-    bases are held with the agreed sizes of the parameters. A collective of all groups of these parameters; blocks.
+    """Allocate a base for each parameter that ZeRO-3 frees after use, see :func:`hold_bases`; with ``zero3_base`` auto not for parameters
+    on disk."""
+    found = []
+    for param in parameters:
+        if hasattr(param, "ds_id") and not param.ds_persist and group_size(param.ds_process_group) > 1:
+            on_disk = getattr(param.ds_tensor, "final_location", None) == "nvme"  # whose users have no memory to spare
+            if not (config.zero3_base == "auto" and on_disk):
+                found.append(_gathered(param, trains))
+    return hold_bases(found, config, device, trains=trains)
+
+
+def _gathered(param: Any, trains: bool) -> Gathered:
+    def hold(base: BaseSlot) -> None:
+        setattr(param, STATE, state := getattr(param, STATE, None) or Versioned(""))
+        state.hold(base)
+
+    trained, sized = trains and param.requires_grad, bool(agreed_of([param]))
+    return Gathered(param.ds_process_group, param.ds_tensor.ds_numel, gathered_dtype(param), trained, sized, hold)
+
+
+def hold_bases(
+    gathered: Iterable[Gathered], config: ZipcclConfig, device: torch.device, *, trains: bool
+) -> tuple[list[BaseSlot], str]:
+    """Allocate a base for each parameter; with ``zero3_base`` auto for those of them that are frozen and fit, in host memory: memory of the
+    device would hold the whole model on every rank, which sharding avoids. In groups in the order of streams bases are held with the
+    agreed sizes of the parameters. A collective of all groups of these parameters; blocks.
 
     Args:
-        trains: the engine has an optimizer; otherwise all its parameters are frozen.
+        trains: there is an optimizer; otherwise all parameters are frozen.
 
     Returns:
         The bases, which live as long as the caller holds the list, and a sentence for the user; "" where there is nothing to say.
@@ -85,12 +120,10 @@ def allocate_bases(
         CommError: see :func:`ds_zipccl.comm.allocate_bases`; not with ``zero3_base`` auto.
     """
     auto, useless = config.zero3_base == "auto", _never_differs(config)
-    groups: dict[dist.ProcessGroup, list[Any]] = {}
-    for param in parameters:
-        if hasattr(param, "ds_id") and not param.ds_persist and group_size(param.ds_process_group) > 1:
-            on_disk = getattr(param.ds_tensor, "final_location", None) == "nvme"  # whose users have no memory to spare
-            if not (auto and (on_disk or (trains and param.requires_grad))):
-                groups.setdefault(param.ds_process_group, []).append(param)
+    groups: dict[dist.ProcessGroup, list[Gathered]] = {}
+    for one in gathered:
+        if not (auto and one.trained):
+            groups.setdefault(one.group, []).append(one)
     if auto and not groups:
         return [], ""
     if useless and not auto:
@@ -104,30 +137,29 @@ def allocate_bases(
         if not some:
             continue
         if auto:
-            shards = [_shard_of(param) for param in some]
+            shards = [(one.numel, one.dtype) for one in some]
             chosen, limit = choose_fitting(shards, share - (held_share() - before), group, device)
             if len(chosen) < len(some):
                 reasons.append(f"{limit / 1e6:.1f} MB are allowed on a node, see zero3_base_mib")
             some = [some[number] for number in chosen]
         try:
             kind = "host" if auto else config.zero3_base
-            found = comm.allocate_bases([_shard_of(param) for param in some], kind, group, device)
+            found = comm.allocate_bases([(one.numel, one.dtype) for one in some], kind, group, device)
         except comm.CommError as error:  # on all ranks of the group
             if not auto:
                 raise
             reasons.append(str(error))
             continue
-        for param, base in zip(some, found, strict=True):
-            setattr(param, STATE, state := getattr(param, STATE, None) or Versioned(""))
-            state.hold(base)
+        for one, base in zip(some, found, strict=True):
+            one.hold(base)
         bases += found
     reasons = list(filter(None, reasons))
     if not auto:
         return bases, "; ".join([_size(bases), *reasons[-1:]])
-    wanted = [(group_size(group), *_shard_of(param)) for group, params in groups.items() for param in params]
+    wanted = [one for params in groups.values() for one in params]
     why = f": {'; '.join(dict.fromkeys(reasons))}" if reasons else ""
     if not bases:
-        nbytes = sum(ranks * numel * dtype.itemsize for ranks, numel, dtype in wanted)
+        nbytes = sum(group_size(one.group) * one.numel * one.dtype.itemsize for one in wanted)
         return [], f"nothing for {len(wanted)} frozen parameters of {nbytes / 1e6:.1f} MB{why}"
     count = f"{len(wanted)}" if len(bases) == len(wanted) else f"{len(bases)} of {len(wanted)}"
     return bases, f"{_size(bases)}, for {count} frozen parameters{why}"
@@ -154,14 +186,16 @@ def _never_differs(config: ZipcclConfig) -> str:
     return f"no gather would send differences: see {reasons}" if reasons else ""
 
 
-def _usable(params: Sequence[Any], config: ZipcclConfig, device: torch.device, trains: bool) -> tuple[list[Any], str]:
+def _usable(
+    params: Sequence[Gathered], config: ZipcclConfig, device: torch.device, trains: bool
+) -> tuple[list[Gathered], str]:
     """Return the parameters of one group whose gathers would use a base, and why those of other parameters would not; "" if there are none.
 
     A base in host memory is faster to read than gloo on any link, also inside a node. On groups in the order of streams measured speeds
     decide: where moves pass for as long as the job runs, such as inside a node, nothing would read a base, and a network may be faster than
     the bus to host memory.
     """
-    group = params[0].ds_process_group
+    group = params[0].group
     members = group_state(group)
     assert members is not None  # its size is known
     backend, streams, off = members.backend(device.type), members.streams(device.type), config.nccl == "off"
@@ -170,7 +204,7 @@ def _usable(params: Sequence[Any], config: ZipcclConfig, device: torch.device, t
     reason = _never_differs(config)
     if not reason and not dtypes:
         reason = f"no differences {where}{': nccl is off' if streams and off else ' yet'}"
-    if not reason and streams and not agreed_of(params):
+    if not reason and streams and not all(one.sized for one in params):
         reason = f"no differences {where}: {'nccl is off' if off else 'no sizes are agreed on with this optimizer'}"
     auto = config.zero3_base == "auto"
     if not reason and streams and auto and config.mode_of("zero_param") == "auto":
@@ -181,18 +215,11 @@ def _usable(params: Sequence[Any], config: ZipcclConfig, device: torch.device, t
             reason = f"the network is faster than host memory {where}"
     if reason:
         return [], reason
-    some = [param for param in params if gathered_dtype(param) in dtypes]
+    some = [one for one in params if one.dtype in dtypes]
     if some and streams and auto and not trains:
         return [], "no optimizer step checks copies of bases there"
-    others = dict.fromkeys(
-        str(dtype).removeprefix("torch.") for dtype in map(gathered_dtype, params) if dtype not in dtypes
-    )
+    others = dict.fromkeys(str(one.dtype).removeprefix("torch.") for one in params if one.dtype not in dtypes)
     return some, f"no differences of {', '.join(others)} {where}" if others else ""
-
-
-def _shard_of(param: Any) -> tuple[int, torch.dtype]:
-    """Return the elements of a parameter's shard, and the dtype in which it is gathered."""
-    return param.ds_tensor.ds_numel, gathered_dtype(param)
 
 
 def _size(bases: Sequence[BaseSlot]) -> str:
@@ -261,14 +288,19 @@ def parts_of(params: Sequence[Any], dtype: torch.dtype) -> Sequence[Part]:
     if not any(kept):
         return ()
     for param, one in zip(params, kept, strict=True):
-        numel, slot = param.ds_tensor.ds_numel, None if one is None else one.slot()
-        fits = slot is not None and slot.memory.dtype is dtype and slot.memory.shape[1] == numel
-        found.append(Part(numel, one if fits else None))
+        found.append(part_of(one, param.ds_tensor.ds_numel, dtype))
     if not any(part.kept is not None for part in found):
         return ()
     for versions in versions_of(params):
         versions.begin_gather()
     return found
+
+
+def part_of(kept: Kept | None, numel: int, dtype: torch.dtype) -> Part:
+    """Return a part of a gather in a dtype: of a parameter with shards of ``numel`` elements, with its state if its base fits."""
+    slot = None if kept is None else kept.slot()
+    fits = slot is not None and slot.memory.dtype is dtype and slot.memory.shape[1] == numel
+    return Part(numel, kept if fits else None)
 
 
 def forget(params: Iterable[Any]) -> None:

@@ -1,0 +1,119 @@
+"""The start of a job on which all ranks have agreed: kernels, the measured link, the order of sums, the start-up line. Nothing here knows
+DeepSpeed."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+
+import torch
+
+from ds_zipccl import comm, devices, kernels
+from ds_zipccl.comm import engine as comm_engine
+from ds_zipccl.comm import topology
+from ds_zipccl.comm.group_state import find_nodes, group_nodes, group_state, resolve_group
+from ds_zipccl.comm.transport import TRANSPORTS
+from ds_zipccl.config import ROLES, ZipcclConfig
+from ds_zipccl.integration import hook_points, start_line
+from ds_zipccl.integration.job import Bypass, Job
+from ds_zipccl.telemetry import table
+from ds_zipccl.telemetry.step_log import StepLog
+
+#: A lossy function that the C++ kernels have, and numba lacks.
+_LOSSY_FUNCTION = "encode_rounded"
+#: What to do about ranks without C++ kernels.
+_REMEDY = "install a C++ compiler or a wheel of ds_zipccl with its library"
+
+
+def begin(job: Job, config: ZipcclConfig, device: torch.device, unhooked: Mapping[str, str]) -> None:
+    """Measure the link, settle the sums of groups in stream order, and print the start-up lines on rank 0. A collective; blocks.
+
+    Args:
+        config: the config of the job, after :func:`with_all_kernels`.
+        device: of the model's tensors on this rank.
+        unhooked: role with a lossy codec -> why some of its calls stay exact.
+    """
+    profile = None
+    if _measurable():
+        if any(config.mode_of(role) == "auto" for role in ROLES):  # their schedules compete
+            profile = comm.calibrate()
+        else:
+            find_nodes()  # sums depend on the nodes, and must not depend on the mode
+    settled = comm_engine.settle(config, device)
+    if settled is not None and not any(config.mode_of(role) == "always" for role in ROLES):
+        job.bypass = Bypass(job.role_of, settled.device)
+    if torch.distributed.get_rank() == 0:
+        groups, nodes = start_line.groups_here(), group_nodes(resolve_group(None))
+        covered = start_line.describe(groups, device.type, config, settled)
+        first = start_line.start_line(config, profile, covered, nodes, settled)
+        features = start_line.lossy_line(groups, device.type, config, unhooked), start_line.fused_line(config)
+        for line in filter(None, (first, *hook_points.lines(), *features)):
+            print(line, flush=True)
+        atexit.register(table.show, "at the end")
+        job.step_log = StepLog(config.step_log) if config.step_log else None
+
+
+def load_kernels(config: ZipcclConfig, device: torch.device) -> None:
+    """Build and load the kernels now, not in the middle of the first step, where a CUDA kernel must not be loaded any more.
+
+    Without CUDA kernels the job runs, and CUDA tensors are compressed on the host; the start-up line has the reason.
+
+    Raises:
+        RouteUnavailable: no route for CPU tensors works.
+    """
+    kernels.route(kernels.preferred(config.route, "cpu"), "cpu")
+    if device.type == "cuda":
+        with contextlib.suppress(RuntimeError), devices.RUNTIMES["cuda"].device(device):  # also of the device itself
+            kernels.route(kernels.preferred(config.route, "cuda"), "cuda")
+
+
+def with_all_kernels(config: ZipcclConfig, device: torch.device) -> ZipcclConfig:
+    """Return the config with the features off for which a rank has no kernels, as the other ranks would wait for it; rank 0 says which, and
+    why. A collective of all ranks for each feature that the config asks for; blocks.
+
+    Raises:
+        RouteUnavailable: a rank has no kernels of the lossy codecs, on all ranks.
+    """
+    state = group_state(None)
+    streams = state is not None and state.size > 1 and state.streams(device.type)
+    host = kernels.preferred(config.route, "cpu")
+    features: tuple[tuple[str, bool, Callable[[], object], str], ...] = (
+        (
+            "lossy",
+            config.lossy and bool(config.lossy_roles),
+            lambda: kernels.lossy_route(host, "cpu", _LOSSY_FUNCTION),
+            f"lack the lossy codecs of the roles; {{}}; {_REMEDY}, or name no lossy codec",
+        ),
+        (
+            "rows",
+            config.rows != "off" and config.mode_of("ep") != "never",
+            lambda: kernels.row_route(host, "cpu"),
+            f"have no kernels of row frames; {{}}; {_REMEDY}",
+        ),
+        (
+            "nccl",
+            config.nccl != "off" and streams,
+            lambda: kernels.route(kernels.preferred(config.route, device.type), device.type),
+            "have no kernels; {}",
+        ),
+    )
+    for key, wanted, load, what in features:
+        told = topology.tell(resolve_group(None), kernels.lacking(load)) if wanted else {}
+        if not (missing := {rank: said for rank, said in told.items() if said}):
+            continue
+        rank, said = next(iter(missing.items()))
+        why = f"ranks {sorted(missing)} {what.format(f'rank {rank}: {said}')}"
+        if key == "lossy":
+            raise kernels.RouteUnavailable(why)
+        if torch.distributed.get_rank() == 0:
+            print(f"[ds_zipccl] {key} is off: {why}", flush=True)
+        config = replace(config, **{key: "off"})  # type: ignore[arg-type]
+    return config
+
+
+def _measurable() -> bool:
+    """Whether ranks can exchange messages of this package over a link that can be measured."""
+    state = group_state(None)
+    return state is not None and state.size > 1 and state.backend("cpu") in TRANSPORTS
