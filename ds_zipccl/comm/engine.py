@@ -3,6 +3,7 @@ streams of a device (:mod:`.device.engine`), and a program may register more. Wh
 
 from __future__ import annotations
 
+import math
 from typing import Any, Protocol
 
 import torch
@@ -86,9 +87,10 @@ def start(request: Request, decision: Decision, timer: CallTimer | None = None) 
     return engine_of(state, request.tensor.device.type).start(request, decision, timer)
 
 
-def finish(place: torch.device) -> None:
-    """Wait on the host for the work that is on the streams of a device now, before memory is freed that only this work knows."""
-    sizes.finish(streams_of(place))
+def finish(place: torch.device, seconds: float = math.inf) -> bool:
+    """Wait on the host for the work that is on the streams of a device now, before memory is freed that only this work knows; for
+    ``seconds`` at most. Return whether the work has ended."""
+    return sizes.ended(streams_of(place).record_all(), seconds)
 
 
 def calibrate(group: dist.ProcessGroup | None = None) -> LinkProfile:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from itertools import count
 from typing import Any, TypeVar, cast
 from weakref import WeakKeyDictionary
@@ -49,6 +50,8 @@ class GroupState:
         # under DETAIL torch compares the ranks' numbers of messages, and refuses a program where the numbers differ
         detail = " under TORCH_DISTRIBUTED_DEBUG=DETAIL" if get_debug_level() == DebugLevel.DETAIL else ""
         self.backends = {device: name + detail for device, name in pairs}
+        #: Time that the host waits for the other ranks of a group in stream order; None: the timeout of the group.
+        self.patience: timedelta | None = None
         self._issued = count()
         self._announced = count()
         self._issued_lock = threading.Lock()

@@ -6,6 +6,7 @@ import functools
 import sys
 import warnings
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -13,13 +14,14 @@ from deepspeed.comm.torch import TorchBackend
 
 from ds_zipccl.comm import engine as comm_engine
 from ds_zipccl.config import SECTION, ConfigError, ZipcclConfig, near_misses, parse_section
-from ds_zipccl.integration import bypassed, hints, hook_points, moe_calls
+from ds_zipccl.integration import bypassed, hints, hook_points
 from ds_zipccl.integration.backend import ZipcclBackend
 from ds_zipccl.integration.bypassed import Facts
 from ds_zipccl.integration.hook_points import HookPoint
 from ds_zipccl.integration.job import Job, overriding_section
 from ds_zipccl.integration.lossy import checkpoints, fused_embedding, pipeline, powersgd
 from ds_zipccl.integration.lossy import state as lossy_state
+from ds_zipccl.integration.lossy.calls import Calls
 from ds_zipccl.integration.zero import buckets, gathers, versions
 from ds_zipccl.telemetry import comms_log, monitor, table
 
@@ -27,6 +29,10 @@ _COMM = "deepspeed.comm.comm"
 _PARTITION = "deepspeed.runtime.zero.partition_parameters"
 #: DeepSpeed's class, by name, that stands for the optimizer of ZeRO-3 where nothing is trained.
 _WITHOUT_STEPS = "DeepSpeedZeRoOffload"
+#: Kinds of the exchanges in the forward of a MoE layer, in the order of DeepSpeed's calls.
+_EXCHANGES = ("dispatch", "combine")
+#: Attribute of an exchange's node of the autograd graph: the kind of its forward.
+_KIND = "ds_zipccl_kind"
 
 
 def adopt(module: Any) -> None:
@@ -226,6 +232,37 @@ def _destroy(original: Callable[..., Any], engine: Any, *args: Any, **kwargs: An
     return original(engine, *args, **kwargs)
 
 
+def _forward_layer(original: Callable[..., Any], layer: Any, *args: Any, **kwargs: Any) -> Any:
+    """Surround the forward of a MoE layer, which has two exchanges, first dispatch, then combine."""
+    with hints.hinting(kind="", coming=iter(_EXCHANGES)):
+        return original(layer, *args, **kwargs)
+
+
+def _forward_exchange(original: Callable[..., Any], ctx: Any, *args: Any, **kwargs: Any) -> Any:
+    """Tell the kind of an exchange. The node that autograd makes of it keeps the kind for the backward. A forward that activation
+    checkpointing runs again in the backward thus has the kinds of a forward."""
+    coming = hints.current().coming
+    if coming is None:
+        return original(ctx, *args, **kwargs)  # the native backward is a forward too, and its kind is set
+    found = next(coming, "")
+    setattr(ctx, _KIND, found)
+    with _exchange(found, "forward"):
+        return original(ctx, *args, **kwargs)
+
+
+def _backward_exchange(original: Callable[..., Any], ctx: Any, *args: Any) -> Any:
+    """Tell the kind of the backward of an exchange."""
+    found = getattr(ctx, _KIND, "")
+    with _exchange(found and f"{found}.bwd", "backward"):
+        return original(ctx, *args)
+
+
+def _exchange(kind: str, direction: str) -> AbstractContextManager[None]:
+    """Tell the kind of an exchange; if it is known, lossy codecs may change the rows."""
+    lossy = {"lossy": Calls(("ep",), ("all_to_all_single",), direction)} if kind else {}
+    return hints.hinting(kind=kind, coming=None, **lossy)
+
+
 _ENGINE = "deepspeed.runtime.engine"
 _ZERO12 = "deepspeed.runtime.zero.stage_1_and_2"
 _STAGE3 = "deepspeed.runtime.zero.stage3"
@@ -337,11 +374,9 @@ hook_points.declare(
         point
         for owner, layer, exchange in ((_MOE, "MOELayer", "_AllToAll"), (_AUTO_EP, "AutoEPMoELayer", "_AllToAllV"))
         for point in (
-            _of_layer(owner, f"{layer}.forward", moe_calls.forward_layer, together=owner),
-            _of_layer(
-                owner, f"{exchange}.forward", moe_calls.forward_exchange, ("ctx",), together=owner, roles=("ep",)
-            ),
-            _of_layer(owner, f"{exchange}.backward", moe_calls.backward_exchange, ("ctx",), together=owner),
+            _of_layer(owner, f"{layer}.forward", _forward_layer, together=owner),
+            _of_layer(owner, f"{exchange}.forward", _forward_exchange, ("ctx",), together=owner, roles=("ep",)),
+            _of_layer(owner, f"{exchange}.backward", _backward_exchange, ("ctx",), together=owner),
         )
     ),
     _of_equal("deepspeed.moe.ep_tp_dispatch", "_AllGatherVariableRows.backward", first=("ctx",)),

@@ -16,7 +16,7 @@ from ds_zipccl.comm import topology
 from ds_zipccl.comm.group_state import find_nodes, group_nodes, group_state, resolve_group
 from ds_zipccl.comm.transport import TRANSPORTS
 from ds_zipccl.config import ROLES, ZipcclConfig
-from ds_zipccl.integration import hook_points, start_line
+from ds_zipccl.integration import canary, hook_points, start_line
 from ds_zipccl.integration.job import Bypass, Job
 from ds_zipccl.telemetry import table
 from ds_zipccl.telemetry.step_log import StepLog
@@ -101,16 +101,29 @@ def with_all_kernels(config: ZipcclConfig, device: torch.device) -> ZipcclConfig
     )
     for key, wanted, load, what in features:
         told = topology.tell(resolve_group(None), kernels.lacking(load)) if wanted else {}
-        if not (missing := {rank: said for rank, said in told.items() if said}):
-            continue
-        rank, said = next(iter(missing.items()))
-        why = f"ranks {sorted(missing)} {what.format(f'rank {rank}: {said}')}"
-        if key == "lossy":
-            raise kernels.RouteUnavailable(why)
-        if torch.distributed.get_rank() == 0:
-            print(f"[ds_zipccl] {key} is off: {why}", flush=True)
-        config = replace(config, **{key: "off"})  # type: ignore[arg-type]
+        if missing := {rank: said for rank, said in told.items() if said}:
+            why = _of_ranks(missing, what)
+            if key == "lossy":
+                raise kernels.RouteUnavailable(why)
+            config = _without(config, key, why)
+    if config.nccl != "off" and streams:
+        outcome = canary.try_out(config, device)
+        if outcome:
+            config = _without(config, "nccl", _of_ranks(outcome, "did not get the words of the canary right; {}"))
+        elif torch.distributed.get_rank() == 0:
+            print(f"[ds_zipccl] canary: gather, exchanges and sums right in {outcome.seconds:.2f} s", flush=True)
     return config
+
+
+def _of_ranks(said: Mapping[int, str], what: str) -> str:
+    rank, first = next(iter(said.items()))
+    return f"ranks {sorted(said)} {what.format(f'rank {rank}: {first}')}"
+
+
+def _without(config: ZipcclConfig, key: str, why: str) -> ZipcclConfig:
+    if torch.distributed.get_rank() == 0:
+        print(f"[ds_zipccl] {key} is off: {why}", flush=True)
+    return replace(config, **{key: "off"})  # type: ignore[arg-type]
 
 
 def _measurable() -> bool:

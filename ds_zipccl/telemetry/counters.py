@@ -16,7 +16,7 @@ CHOICES = 32
 
 
 class Row(TypedDict):
-    """Counts of one (role, op, kind), as :func:`rows` gives them. ``kind``: of an expert exchange, see :mod:`integration.moe_calls`, or
+    """Counts of one (role, op, kind), as :func:`rows` gives them. ``kind``: of an expert exchange, see :mod:`integration.hooks`, or
     "replicated", see :mod:`comm.schedules.replicated`; "" of other calls.
 
     ``calls``, ``logical_bytes`` and ``wire_bytes`` count coded calls, ``passed`` and ``passed_bytes`` calls of the plain backend.

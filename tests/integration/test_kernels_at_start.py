@@ -14,7 +14,7 @@ import torch
 
 from ds_zipccl import devices, kernels
 from ds_zipccl.config import DEFAULT, ZipcclConfig
-from ds_zipccl.integration import backend, start_up
+from ds_zipccl.integration import backend, canary, start_up
 
 
 class Job:
@@ -159,7 +159,7 @@ def test_the_line_about_rows(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Cap
 def test_one_rank_without_kernels_switches_nccl_off_everywhere(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Ranks with kernels would wait for that rank."""
+    """Ranks with kernels would wait for that rank. The canary comes behind the kernels."""
     job = Job(monkeypatch, "cuda")
     state = SimpleNamespace(size=3, rank=0, streams=lambda device: device == "cuda")
     monkeypatch.setattr(start_up, "group_state", lambda group: state)
@@ -168,7 +168,14 @@ def test_one_rank_without_kernels_switches_nccl_off_everywhere(
     others = {0: "", 1: "", 2: ""}
     monkeypatch.setattr(start_up.topology, "tell", lambda group, text: {**others, 0: text})
     on = ZipcclConfig(enabled=True, nccl="on", rows="off")
-    assert start_up.with_all_kernels(on, backend._device()) == on and not capsys.readouterr().out
+    outcome = canary.Outcome()
+    monkeypatch.setattr(start_up.canary, "try_out", lambda config, device: outcome)
+    assert start_up.with_all_kernels(on, backend._device()) == on
+    assert capsys.readouterr().out == "[ds_zipccl] canary: gather, exchanges and sums right in 0.00 s\n"
+    outcome[1] = "all_reduce: word 7"
+    assert start_up.with_all_kernels(on, backend._device()) == replace(on, nccl="off")
+    wrong = "ranks [1] did not get the words of the canary right; rank 1: all_reduce: word 7"
+    assert capsys.readouterr().out == f"[ds_zipccl] nccl is off: {wrong}\n"
     others[2] = "no compiler"
     assert start_up.with_all_kernels(on, backend._device()) == replace(on, nccl="off")
     assert capsys.readouterr().out == "[ds_zipccl] nccl is off: ranks [2] have no kernels; rank 2: no compiler\n"

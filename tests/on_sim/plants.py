@@ -84,7 +84,7 @@ def nothing_kept(patch: MonkeyPatch) -> None:
 
 def unread_agreement(patch: MonkeyPatch) -> None:
     """The host reads the agreement before it has arrived."""
-    patch.setattr(agreement, "_wait", lambda ctx, event: None)
+    patch.setattr(agreement, "ended", lambda event, seconds: True)
 
 
 def same_stream(patch: MonkeyPatch) -> None:

@@ -50,6 +50,8 @@ class Communicator:
         self.ranks = list(ranks)
         #: Global rank -> its operations.
         self.calls: dict[int, list[Call]] = {rank: [] for rank in ranks}
+        #: Ranks whose part has ended: their operations that have not got their data end without.
+        self.aborted: set[int] = set()
 
     def issue(self, gpu: Gpu, call: Call, stream: Stream) -> None:
         """Put the next operation of a rank on a stream, after comparing it with those of the other ranks."""
@@ -63,7 +65,7 @@ class Communicator:
         op = Op("collective", f"{call.kind} {call.number} of group {self.name}", lambda: self._finish(call))
         op.can_start = lambda: call.number == 0 or bool(mine_[call.number - 1].op.done)  # type: ignore[union-attr]
         op.begin = lambda: self._begin(gpu, call.number)
-        op.ready = lambda: self._all_started(call.number)
+        op.ready = lambda: call.rank in self.aborted or self._all_started(call.number)
         op.why = lambda: self._missing(call)
         call.op, call.at = op, (stream.lane.name, stream.lane.count + 1)
         gpu.submit(op, call.inputs, call.outputs, stream.lane)
@@ -100,7 +102,7 @@ class Communicator:
     def _compare_orders(self, gpu: Gpu, call: Call, stream: Stream) -> None:
         for other in gpu.machine.communicators.values():
             shared = set(self.ranks) & set(other.ranks)
-            if other is self or call.rank not in shared:
+            if other is self or call.rank not in shared or call.rank in other.aborted:
                 continue
             issued = other.calls[call.rank]
             call.before[other] = len(issued)
@@ -124,7 +126,9 @@ class Communicator:
     def _all_started(self, number: int) -> bool:
         """Return whether every rank's stream has come to the operation."""
         calls = self._calls(number)
-        return calls is not None and all(call.op.started for call in calls)  # type: ignore[union-attr]
+        if calls is None or (self.aborted and not calls[0].arrived):
+            return False
+        return all(call.op.started for call in calls)  # type: ignore[union-attr]
 
     def _begin(self, gpu: Gpu, number: int) -> None:
         """Move the data when the last stream has come; a rank's result arrives at the end of its operation, before that it is poison."""
@@ -142,8 +146,9 @@ class Communicator:
         return [self.calls[rank][number] for rank in self.ranks]
 
     def _finish(self, call: Call) -> None:
-        for output, value in zip(call.outputs, call.arrived, strict=True):
-            output.copy_(value)
+        if call.arrived or call.rank not in self.aborted:
+            for output, value in zip(call.outputs, call.arrived, strict=True):
+                output.copy_(value)
 
     def _missing(self, call: Call) -> str:
         parts = []

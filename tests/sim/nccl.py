@@ -97,8 +97,9 @@ class Group(dist.ProcessGroup):
         return Group(self._gpu, communicator) if self._gpu.rank in ranks else None
 
     def _get_backend(self, device: torch.device) -> Any:
-        """Return what stands for ProcessGroupNCCL: its options have the timeout."""
-        return SimpleNamespace(options=SimpleNamespace(_timeout=TIMEOUT, is_high_priority_stream=False))
+        """Return what stands for ProcessGroupNCCL: its options have the timeout; ``abort`` ends the operations of this rank."""
+        options = SimpleNamespace(_timeout=TIMEOUT, is_high_priority_stream=False)
+        return SimpleNamespace(options=options, abort=lambda: self._communicator.aborted.add(self._gpu.rank))
 
     # --- collectives
 

@@ -126,26 +126,19 @@ def _to_host(ctx: DeviceContext, flat: torch.Tensor, collective: Callable[[], No
             host.copy_(flat, non_blocking=True)
         arrived = streams.record(Stage.WIRE)
     streams.order(Stage.WIRE, Stage.ENCODE)  # the memory of the words, and work that follows
-    _wait(ctx, arrived)
+    limit = ctx.state.patience or ctx.transport.timeout(ctx.device)
+    if not ended(arrived, limit.total_seconds()):
+        raise ctx.error(f"a rank of the group did not come within {limit}; see the messages of the other ranks")
     return host
 
 
-def finish(streams: Streams) -> None:
-    """Wait on the host for the work that is on the streams of a device now, before memory is freed that only this work knows."""
-    event = streams.record_all()
+def ended(event: Any, seconds: float) -> bool:
+    """Wait on the host for an event, None: of work that has ended, for ``seconds`` at most. Return whether the work has ended."""
+    deadline, looks = time.monotonic() + seconds, 0
     while event is not None and not event.query():
-        time.sleep(_SLEEP_S)
-
-
-def _wait(ctx: DeviceContext, event: Any) -> None:
-    if event is None:
-        return
-    limit = ctx.transport.timeout(ctx.device)
-    deadline = time.monotonic() + limit.total_seconds()
-    looks = 0
-    while not event.query():
         looks += 1
         if looks > _LOOKS:
             time.sleep(_SLEEP_S)
             if time.monotonic() > deadline:
-                raise ctx.error(f"a rank of the group did not come within {limit}; see the messages of the other ranks")
+                return False
+    return True

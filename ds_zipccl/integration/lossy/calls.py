@@ -139,7 +139,7 @@ _of_stage = functools.partial(
     _site, "deepspeed.runtime.pipe.engine", first=("self", "buffer_id"), roles=("pp",), ops=("send", "isend")
 )
 #: The places. Each function makes one call, or as many as ``asked`` says, and runs no code of the user. Of the exchanges of the role
-#: ``ep`` :mod:`ds_zipccl.integration.moe_calls` gives hints.
+#: ``ep`` :mod:`ds_zipccl.integration.hooks` gives hints.
 SITES = (
     _site(
         _ZERO12,

@@ -1,0 +1,137 @@
+"""The canary: before a job codes its groups in stream order, a clone of the default group carries words that each rank can compute alone.
+
+A clone, so that a hang leaves the job's own communicators as they are. Ranks tell each other the outcome through the store of the
+rendezvous, and not by the group that is on trial. Nothing of the job depends on the words.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from ds_zipccl import comm, devices, tensors
+from ds_zipccl.comm import engine, topology
+from ds_zipccl.comm.group_state import find_nodes, group_nodes, group_state, resolve_group
+from ds_zipccl.config import ZipcclConfig
+from ds_zipccl.telemetry import counters
+
+#: A rank that does not come within this time has failed (admission: kernels and communicators are loaded within seconds).
+PATIENCE = timedelta(seconds=60)
+#: Bytes of a rank's message, and of the messages of all ranks (admission: several fragments, and milliseconds).
+_NBYTES, _WHOLE = 1 << 20, 64 << 20
+
+
+class Outcome(dict[int, str]):
+    """Global rank -> why the clone has not carried the words of that rank; a rank that got all right is not in it. ``seconds``: of this
+    rank."""
+
+    seconds = 0.0
+
+
+def try_out(config: ZipcclConfig, device: torch.device) -> Outcome:
+    """Gather, exchange and sum on a clone of the default group, all coded, and compare every word. A collective of all ranks, which get one
+    outcome; the host waits, for :data:`PATIENCE` at most in each call.
+
+    Args:
+        device: whose tensors go in stream order in the default group.
+    """
+    world = resolve_group(None)
+    if not group_nodes(world):
+        find_nodes()
+    begin, clone, counted = time.monotonic(), dist.new_group(), counters.rows()
+    state, said = group_state(clone), ""
+    assert state is not None  # of all ranks
+    state.patience = PATIENCE
+    runtime = devices.runtime(device)
+    # the job's own stream must not wait for work that hangs
+    beside = contextlib.nullcontext() if runtime is None else runtime.stream(runtime.Stream(device))
+    try:
+        with beside:
+            for name, got, wanted in _calls(config, device, clone):
+                if not engine.finish(device, PATIENCE.total_seconds()):
+                    raise RuntimeError(f"{name}: the device did not end its work within {PATIENCE}")
+                said = said or _wrong(name, got, wanted)  # and go on, as the other ranks do
+    except Exception as error:  # any: this rank must tell the other ranks
+        said = said or str(error) or repr(error)
+    outcome = Outcome({rank: text for rank, text in topology.tell(world, said).items() if text})
+    outcome.seconds = time.monotonic() - begin
+    if not counted:  # the tables are those of the job
+        counters.reset()
+    if outcome:
+        with contextlib.suppress(AttributeError, RuntimeError):  # ends the work that hangs
+            clone._get_backend(device).abort()
+    else:
+        dist.destroy_process_group(clone)
+    return outcome
+
+
+def _calls(
+    config: ZipcclConfig, device: torch.device, group: dist.ProcessGroup
+) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
+    """Make each call, and yield its name, the words that it has written, and the right ones in host memory."""
+    rank, ranks = dist.get_rank(group), dist.get_world_size(group)
+    coded = replace(config, mode="always", nccl="on", nccl_min_bytes=0, min_bytes=0, check="off", lossy=False, roles={})
+    part = min(_NBYTES, _WHOLE // ranks) // 2 // ranks
+    every = [_words(seed, part * ranks) for seed in range(ranks)]
+    own = every[rank].to(device, copy=True)
+
+    whole = tensors.empty(own.numel() * ranks, own.dtype, device)
+    comm.all_gather_into_tensor(whole, own, group, config=coded, role="zero_param")
+    yield "all_gather_into_tensor", whole, torch.cat(every)
+
+    for name, sizes in {
+        "even all_to_all_single": [[part] * ranks] * ranks,
+        "uneven all_to_all_single": [[part * ((a + b) % 3) // 2 for b in range(ranks)] for a in range(ranks)],
+    }.items():
+        leaving, coming = sizes[rank], [row[rank] for row in sizes]
+        got = tensors.empty(sum(coming), own.dtype, device)
+        given = [words[: sum(row)].split(row)[rank] for words, row in zip(every, sizes, strict=True)]
+        coming_sizes, leaving_sizes = (None, None) if name.startswith("even") else (coming, leaving)
+        comm.all_to_all_single(got, own[: sum(leaving)], coming_sizes, leaving_sizes, group, config=coded, role="ep")
+        yield name, got, torch.cat(given)
+
+    if config.reduction in ("auto", "fp32"):
+        numbers = [
+            words.view(torch.int16).remainder(1000).float() for words in every
+        ]  # sums of these are exact in any order
+        summed = replace(coded, reduction="fp32")
+        sums = numbers[rank].to(device, copy=True)
+        comm.all_reduce(sums, group=group, config=summed, role="zero_grad")
+        yield "all_reduce", sums, _sum(numbers)
+        shard = tensors.empty(part, torch.float32, device)
+        comm.reduce_scatter_tensor(
+            shard, numbers[rank].to(device, copy=True), group=group, config=summed, role="zero_grad"
+        )
+        yield "reduce_scatter_tensor", shard, _sum(numbers).split(part)[rank]
+
+
+def _words(seed: int, numel: int) -> torch.Tensor:
+    """Return words that every rank draws alike: of weights, with changing scales, zeros and some that are not finite."""
+    generator = torch.Generator().manual_seed(seed)
+    words = tensors.empty(numel, torch.float32).normal_(0, 0.02, generator=generator).bfloat16()
+    words[numel // 2 : numel // 2 + 4096] = 0
+    words[::50_021] = float("inf")
+    words[numel // 3 :] *= 2.0 ** (seed % 7)
+    return words
+
+
+def _sum(numbers: Sequence[torch.Tensor]) -> torch.Tensor:
+    return torch.stack(list(numbers)).sum(0)
+
+
+def _wrong(name: str, got: torch.Tensor, wanted: torch.Tensor) -> str:
+    """Return the first word that is wrong; "" where all are right."""
+    kind = {2: torch.int16, 4: torch.int32}[wanted.element_size()]
+    here, right = got.cpu().view(kind), wanted.view(kind)
+    wrong = (here != right).nonzero()
+    if not len(wrong):
+        return ""
+    at, digits = int(wrong[0]), 2 * wanted.element_size()
+    found, meant = (int(words[at]) & (1 << 4 * digits) - 1 for words in (here, right))
+    return f"{name}: word {at} is 0x{found:0{digits}x}, wanted 0x{meant:0{digits}x}; {len(wrong)} words are wrong"

@@ -1,0 +1,167 @@
+"""The canary of NCCL groups on the simulated GPU: a fault is found on a clone of the default group, and named alike on all ranks."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import levels
+import pytest
+import torch
+import torch.distributed as dist
+from pytest import MonkeyPatch
+from sim import communicator
+from sim.device import mine
+
+from ds_zipccl.comm.device.streams import Stage
+from ds_zipccl.comm.group_state import group_state
+from ds_zipccl.comm.transport.nccl import NcclTransport
+from ds_zipccl.config import ZipcclConfig
+from ds_zipccl.integration import canary
+from ds_zipccl.kernels.cuda.backend import CudaBackend
+from ds_zipccl.telemetry import counters
+from on_sim import plants, world
+from on_sim.cases import HARD, PATIENT, once
+
+CONFIG = ZipcclConfig(enabled=True, nccl="on", staging_mib=1)
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch: MonkeyPatch) -> None:
+    """Small messages: the emulated kernels are slow."""
+    monkeypatch.setattr(canary, "_NBYTES", 96 << 10)
+
+
+def tried(rank: int, ranks: int, nodes: Any, config: ZipcclConfig = CONFIG) -> tuple[dict[int, str], list[Any]]:
+    """Return the outcome on this rank, and the counters behind it. The job goes on with plain collectives."""
+    if nodes:
+        levels.pretend(nodes)
+    group, device = dist.group.WORLD, torch.device("cuda", rank)
+    outcome = canary.try_out(config, device)
+    words = torch.full((64,), rank, device=device)
+    dist.all_reduce(words)
+    assert words.tolist() == [sum(range(ranks))] * 64 and outcome.seconds > 0
+    state = group_state(group)
+    assert state is not None and state.patience is None
+    gc.collect()
+    return dict(outcome), counters.rows()
+
+
+@pytest.mark.parametrize(
+    ("ranks", "nodes"),
+    [(2, ()), (3, ()), (4, ((0, 1), (2, 3))), pytest.param(4, (), marks=pytest.mark.full(reason="as 3"))],
+)
+def test_a_healthy_group(route: CudaBackend, ranks: int, nodes: Any) -> None:
+    assert world.run(tried, ranks, nodes, modes=HARD, route=route).values == [({}, [])] * ranks
+
+
+def behind_another_call(rank: int, ranks: int) -> None:
+    once("gather", rank, ranks)
+    assert not canary.try_out(CONFIG, torch.device("cuda", rank))
+
+
+def test_every_call_is_coded(route: CudaBackend) -> None:
+    """Where the job has counted before, its counts stay, and have those of the canary on top. Ranks of the simulator share them."""
+    world.run(behind_another_call, 2, route=route)
+    assert {(row["role"], row["op"]): (row["calls"], row["passed"]) for row in counters.rows()} == {
+        ("dp", "all_gather_into_tensor"): (2, 0), ("zero_param", "all_gather_into_tensor"): (2, 0),
+        ("ep", "all_to_all_single"): (4, 0), ("zero_grad", "all_reduce"): (2, 0), ("zero_grad", "reduce_scatter_tensor"): (2, 0),
+    }  # fmt: skip
+
+
+def other_rank_skipped(patch: MonkeyPatch) -> None:
+    decode = CudaBackend.decode_gather
+
+    def wrong(self: Any, staging: Any, table: Any, outs: Any, skip: int, *more: Any, **named: Any) -> None:
+        decode(self, staging, table, outs, (skip + 1) % table.ranks, *more, **named)
+
+    patch.setattr(CudaBackend, "decode_gather", wrong)
+
+
+def own_summand_left_out(patch: MonkeyPatch) -> None:
+    add = CudaBackend.decode_sum_frames
+
+    def wrong(self: Any, slots: Any, block: int, dtype: Any, sums: Any, status: Any, own: Any = None) -> None:
+        add(self, slots, block, dtype, sums, status, own)
+        sums.view(-1)[7:8].add_(1)
+
+    patch.setattr(CudaBackend, "decode_sum_frames", wrong)
+
+
+def changed_on_the_way(patch: MonkeyPatch) -> None:
+    exchange = communicator._exchange
+
+    def flip(gpu: Any, calls: Any) -> None:
+        exchange(gpu, calls)
+        arrived = calls[-1].arrived
+        if arrived[0].dtype == torch.uint8:
+            arrived[0] = arrived[0].clone()  # other ranks receive the same memory
+            arrived[0].view(-1)[0] ^= 8
+
+    patch.setattr(communicator, "_exchange", flip)
+
+
+def encoder_of_one_rank(patch: MonkeyPatch) -> None:
+    encode = CudaBackend.encode_frames
+
+    def fails(self: Any, *given: Any, **named: Any) -> None:
+        if mine().rank == 1:
+            raise MemoryError("planted")
+        encode(self, *given, **named)
+
+    patch.setattr(CudaBackend, "encode_frames", fails)
+
+
+def frames_never_sent(patch: MonkeyPatch) -> None:
+    gather = NcclTransport.all_gather
+
+    def fails(self: Any, whole: torch.Tensor, part: torch.Tensor) -> None:
+        if mine().rank == 1:
+            raise RuntimeError("planted")
+        gather(self, whole, part)
+
+    patch.setattr(NcclTransport, "all_gather", fails)
+
+
+def agreement_of_one_rank(patch: MonkeyPatch) -> None:
+    agree = NcclTransport.max
+
+    def fails(self: Any, words: torch.Tensor) -> None:
+        if mine().rank == 1:
+            raise RuntimeError("planted")
+        agree(self, words)
+
+    patch.setattr(NcclTransport, "max", fails)
+
+
+FAULTS: dict[Callable[[MonkeyPatch], None], tuple[str, str]] = {
+    other_rank_skipped: ("all_gather_into_tensor: word 0 is 0x", "all_gather_into_tensor"),
+    own_summand_left_out: ("all_reduce: word ", "all_reduce"),
+    changed_on_the_way: ("all_gather_into_tensor: word 0 is 0xffff", "refused: MAGIC"),
+    encoder_of_one_rank: ("", "planted"),
+    frames_never_sent: ("all_gather_into_tensor: the device did not end its work within 0:00:00.5", "planted"),
+    agreement_of_one_rank: ("did not come within 0:00:00.5", "planted"),
+}
+
+
+@pytest.mark.parametrize("plant", FAULTS, ids=lambda plant: plant.__name__)
+def test_a_fault_is_named_on_all_ranks(
+    route: CudaBackend, monkeypatch: MonkeyPatch, plant: Callable[[MonkeyPatch], None]
+) -> None:
+    monkeypatch.setattr(canary, "PATIENCE", timedelta(seconds=0.5))
+    plant(monkeypatch)
+    first, *others = world.run(tried, 3, (), modes=PATIENT, route=route).values
+    assert first[0] and all(other == first for other in others)
+    assert all(text in " ".join(first[0].values()) for text in FAULTS[plant])
+
+
+@pytest.mark.parametrize("plant", [plants.without_order(Stage.WIRE, Stage.DECODE), plants.no_begin])
+def test_a_lost_wait_is_seen(route: CudaBackend, monkeypatch: MonkeyPatch, plant: plants.Plant) -> None:
+    plant(monkeypatch)
+    plants.fails(healthy, 2, route=route)
+
+
+def healthy(rank: int, ranks: int) -> None:
+    assert not canary.try_out(CONFIG, torch.device("cuda", rank))
