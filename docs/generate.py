@@ -90,6 +90,10 @@ TRAFFIC: dict[str, tuple[tuple[tuple[str, str], ...], str | None]] = {
         (("reduce_scatter_tensor", "zero_grad"), ("all_gather_into_tensor", "zero_param")),
         "+ differences of frozen parameters, of all with `zero3_base`",
     ),
+    "FSDP2": (
+        (("reduce_scatter_tensor", "zero_grad"), ("all_gather_into_tensor", "zero_param")),
+        "+ differences of frozen parameters, of all with `zero3_base`",
+    ),
     "MoE, tensor and sequence parallel": ((("all_to_all_single", "ep"), ("all_reduce", "tp")), None),
     "pipeline": ((("send", "pp"), ("recv", "pp")), None),
 }
@@ -115,6 +119,7 @@ def cell(column: str, device: str, backend: str) -> str:
         return PASSES
     switched = not all(admitted(op, role, device, backend, DEFAULT).frames for op, role in operations)
     based = differences is not None and any(decision.with_base for decision in decisions)
+    based &= column != "FSDP2" or backend not in admission.STREAM_BACKENDS  # its parameters have no agreed sizes
     return f"{f'with `{SWITCH}`: ' if switched else ''}coded{f' {differences}' if based else ''}"
 
 

@@ -191,6 +191,7 @@ def test_matrix_says_what_the_policy_decides() -> None:
             assert text.startswith("with `nccl`: coded") == (streams and DEFAULT.nccl == "off" and not passes)
             based = differences is not None and not passes
             based &= all(generate.admitted(op, role, device, place).with_base for op, role in operations[1:])
+            based &= not (streams and column == "FSDP2")  # no sizes are agreed on
             assert ("differences" in text) == based, (device, place, column)
 
 
@@ -205,7 +206,7 @@ def test_matrix_follows_the_code(monkeypatch: pytest.MonkeyPatch) -> None:
         nothing = on_device == gathers  # a column has sums, or exchanges, beside gathers
         assert ("gain nothing yet" in shown) == nothing == ("| **CUDA, NCCL** | passes" in shown)
         assert ("is off by default: no network of GPUs has run these schedules yet" in shown) != nothing
-    assert re.search(r"^\| CUDA, NCCL \| (with `nccl`: coded[^|]*\| ){3}passes through \|$", shown, re.MULTILINE)
+    assert re.search(r"^\| CUDA, NCCL \| (with `nccl`: coded[^|]*\| ){4}passes through \|$", shown, re.MULTILINE)
     default = generate.DEFAULT
     monkeypatch.setattr(generate, "DEFAULT", generate.ON)
     by_default = generate.matrix(README)

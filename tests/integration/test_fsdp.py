@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +12,29 @@ import fsdp_lab
 import pytest
 import ranks as runner
 import tiers
-from fsdp_lab import Lab, Model, adapted
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dist_checkpoint
+from fsdp_lab import BF16, Lab, Model, adapted
+from places import EXAMPLES
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, ShardPlacementResult
+from torch.distributed.tensor import Shard
+
+from ds_zipccl import ConfigError, comm, fsdp
+from ds_zipccl.comm import Kept
+from ds_zipccl.integration.fsdp.parameters import Parameters
+from ds_zipccl.telemetry import counters
 
 HOST = {"zero3_base": "host"}
 
@@ -30,17 +53,320 @@ def lora(lab: Lab) -> Any:
     return model
 
 
+# ---- options of fully_shard
+
+
+def with_options(**shard: Any) -> Callable[[Lab], Any]:
+    """A full fine-tuning with arguments of ``fully_shard``."""
+
+    def train(lab: Lab) -> Any:
+        model = lab.start(section=HOST, **shard)
+        lab.train(model)
+        return model
+
+    return train
+
+
+def to_fewer_ranks(lab: Lab) -> Any:
+    """After the forward pass each pair of ranks keeps whole parameters."""
+    return with_options(reshard_after_forward=2 if lab.ranks > 2 else True)(lab)
+
+
+def uneven(lab: Lab) -> Any:
+    """Shards are padded; a norm has fewer elements than there are ranks."""
+    model = lab.start(lambda: Model(extra=3), HOST)
+    lab.train(model)
+    return model
+
+
+def tied(lab: Lab) -> Any:
+    """The embedding is the head too."""
+    model = lab.start(lambda: Model(tied=True), HOST)
+    lab.train(model)
+    return model
+
+
+def across_columns(lab: Lab) -> Any:
+    return with_options(shard_placement_fn=lambda param: Shard(1) if param.dim() > 1 else None)(lab)
+
+
+def hybrid(lab: Lab) -> Any:
+    """HSDP; the first of two micro-batches is not summed over the replicas."""
+    mesh = init_device_mesh("cpu", (lab.ranks // 2, 2), mesh_dim_names=("replicas", "shards"))
+    model = lab.start(section=HOST, mesh=mesh)
+    for _ in range(3):
+        for last in (False, True):
+            model.set_requires_all_reduce(last)
+            lab.loss(model).backward()
+        lab.step(model)
+    return model
+
+
+def several_groups(lab: Lab) -> Any:
+    """The root has parameters on two meshes."""
+    first, second = init_device_mesh("cpu", (lab.ranks,)), DeviceMesh.from_group(dist.new_group(), "cpu")
+    other = ShardPlacementResult(None, FSDPMeshInfo(second, shard_mesh_dim=0))
+    torch.manual_seed(0)
+    model = Model()
+    for block in model.blocks:
+        fully_shard(block, mesh=first, mp_policy=BF16)
+    head = model.head.weight
+    fully_shard(
+        model, mesh=first, mp_policy=BF16, shard_placement_fn=lambda param: other if param is head else Shard(0)
+    )
+    model = lab.apply(model, HOST)
+    lab.train(model)
+    return model
+
+
+def together(lab: Lab) -> Any:
+    """Two modules are sharded as one."""
+    torch.manual_seed(0)
+    model = Model()
+    for block in model.blocks:
+        fully_shard(block, mp_policy=BF16)
+    fully_shard([model.norm, model.head], mp_policy=BF16)
+    model = lab.apply(fully_shard(model, mp_policy=BF16), HOST)
+    lab.train(model)
+    return model
+
+
+# ---- ways to train
+
+
+def accumulating(lab: Lab) -> Any:
+    """Gradients of the first of two micro-batches stay on their rank, and then are clipped."""
+    model = lab.start(section=HOST)
+    for _ in range(3):
+        for last in (False, True):
+            model.set_requires_gradient_sync(last)
+            lab.loss(model).backward()
+        lab.note("norm", nn.utils.clip_grad_norm_(model.parameters(), 0.1).full_tensor())
+        lab.step(model)
+    return model
+
+
+def summed(lab: Lab) -> Any:
+    """Sums in place of averages, divided afterwards by a number that is not that of the ranks."""
+    model = lab.start(section=HOST)
+    for one in model.modules():
+        if isinstance(one, FSDPModule):
+            one.set_force_sum_reduction_for_comms(True)
+            one.set_gradient_divide_factor(3.0)
+    lab.train(model)
+    return model
+
+
+def ahead(lab: Lab) -> Any:
+    """Gathers begin before the forward pass, and are in flight together; a block is gathered in advance of its turn."""
+    model = lab.start(section=HOST)
+    for _ in range(3):
+        handles = [block.unshard(async_op=True) for block in model.blocks]
+        model.set_modules_to_forward_prefetch([model.blocks[0]])
+        lab.loss(model).backward()
+        assert all(handle is not None for handle in handles)
+        lab.step(model)
+    return model
+
+
+def checkpointed(lab: Lab) -> Any:
+    """Blocks run again in the backward pass."""
+
+    def make() -> nn.Module:
+        model = adapted(Model())
+        for number, block in enumerate(model.blocks):
+            model.blocks[number] = checkpoint_wrapper(block)
+        return model
+
+    model = lab.start(make)
+    lab.train(model)
+    return model
+
+
+def compiled(lab: Lab) -> Any:
+    def make() -> nn.Module:
+        model = Model()
+        for block in model.blocks:
+            block.compile(backend="aot_eager")
+        return model
+
+    model = lab.start(make, HOST)
+    lab.train(model)
+    return model
+
+
+def evaluated(lab: Lab) -> Any:
+    """Evaluations between the steps, without gradients."""
+    model = lab.start(section=HOST)
+    for _ in range(3):
+        lab.train(model, 1)
+        with torch.no_grad():
+            for _ in range(3):
+                lab.loss(model)
+    return model
+
+
+def with_closure(lab: Lab) -> Any:
+    """The optimizer calls the model several times within a step, and changes parameters in between."""
+    model = lab.start(section=HOST)
+    lab.optimizer = torch.optim.LBFGS(model.parameters(), lr=1e-3, max_iter=3)
+
+    def closure() -> torch.Tensor:
+        lab.optimizer.zero_grad()
+        loss = lab.loss(model)
+        loss.backward()
+        return loss
+
+    for _ in range(2):
+        lab.optimizer.step(closure)
+    return model
+
+
+def by_hand(lab: Lab) -> Any:
+    """No optimizer of torch changes the parameters, and frozen ones change too, between two passes."""
+    model = lab.start(lambda: adapted(Model()), HOST)
+    for _ in range(3):
+        lab.loss(model).backward()
+        with torch.no_grad():
+            for param in model.parameters():
+                local = param.to_local()
+                local.data.mul_(0.99) if param.grad is None else local.sub_(0.1 * param.grad.to_local())
+        model.zero_grad()
+    return model
+
+
+def in_backward(lab: Lab) -> Any:
+    """Each parameter has an optimizer, which steps as soon as its gradient is there."""
+    model = lab.start(section=HOST)
+    optimizers = {param: torch.optim.SGD([param], lr=1e-3) for param in model.parameters()}
+    for param, optimizer in optimizers.items():
+        param.register_post_accumulate_grad_hook(lambda param, optimizer=optimizer: optimizer.step())
+    for _ in range(3):
+        lab.loss(model).backward()
+        model.zero_grad()
+    return model
+
+
+def saved(lab: Lab) -> Any:
+    """Full and sharded states are saved and loaded in the middle, in place and by assignment."""
+    model = lab.start(section=HOST)
+    lab.train(model, 2)
+    whole = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+    for name, tensor in sorted(whole.items()):
+        lab.note(f"saved {name}", tensor)
+    states = {"model": model.state_dict(), "optimizer": get_optimizer_state_dict(model, lab.optimizer)}
+    dist_checkpoint.save(states, checkpoint_id=lab.folder)
+    copy = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    lab.train(model, 2)
+    dist_checkpoint.load(states, checkpoint_id=lab.folder)
+    set_optimizer_state_dict(model, lab.optimizer, states["optimizer"])
+    lab.train(model, 2)
+    if not lab.rank:
+        whole = {name: tensor * 0.9 for name, tensor in whole.items()}
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    set_model_state_dict(model, whole if not lab.rank else {}, options=options)
+    lab.train(model, 2)
+    with torch.no_grad():
+        lab.loss(model)
+        model.load_state_dict(copy, assign=True)
+        lab.loss(model)
+    lab.optimizer = torch.optim.AdamW(model.parameters(), 3e-5)
+    lab.train(model, 2)
+    return model
+
+
+def two_models(lab: Lab) -> Any:
+    """A policy learns from a frozen reference, which is gathered for evaluations only."""
+    reference = lab.start(lambda: Model().requires_grad_(False))
+    policy = lab.start(lambda: adapted(Model()))
+    for _ in range(3):
+        with torch.no_grad():
+            target = lab.loss(reference)
+        (lab.loss(policy) - target).square().backward()
+        lab.step(policy)
+    return policy
+
+
+def failing(lab: Lab) -> Any:
+    """A backward pass fails in the middle on all ranks; the next step goes on."""
+    model = lab.start(section=HOST)
+    lab.train(model, 2)
+
+    def fail(*_: Any) -> None:
+        raise ValueError("planted")
+
+    handle = model.blocks[1].register_full_backward_pre_hook(fail)
+    with pytest.raises(ValueError, match="planted"):
+        lab.loss(model).backward()
+    handle.remove()
+    model.reset_iter_state()
+    model.zero_grad()
+    lab.train(model, 2)
+    return model
+
+
+def calls() -> int:
+    """The calls so far, coded or not."""
+    return sum(row["calls"] + row["passed"] for row in counters.rows())
+
+
+def removed(lab: Lab) -> Any:
+    """Coding ends, and begins again."""
+    model = lab.start(section=HOST)
+    lab.train(model, 2)
+    if lab.coded:
+        before = calls()
+        assert fsdp.remove(model) is model and "copies of gathered parameters" not in counters.memory()
+    lab.train(model, 2)
+    if lab.coded:
+        assert calls() == before
+        fsdp.apply(model)
+    lab.train(model, 2)
+    return model
+
+
 @dataclass(frozen=True)
 class Case:
     """A training, and the least ratio of plain to sent bytes, of all messages and of gathers; ``said``: what rank 0 prints."""
 
     train: Callable[[Lab], Any]
-    ratio: float = 1.0
-    gathers: float = 1.0
-    said: str = "FSDP2"
+    ratio: float = 1.2
+    gathers: float = 1.2
+    said: str = "FSDP2, zero3_base"
 
 
-CASES = {"full": Case(full, 3.0, 6.0), "lora": Case(lora, 4.0, 5.0)}
+ALL_FP16 = MixedPrecisionPolicy(param_dtype=torch.float16, reduce_dtype=torch.float16)
+FP32_SUMS = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+CASES = {
+    "full": Case(full, 3.0, 6.0),
+    "lora": Case(lora, 4.0, 5.0),
+    "kept": Case(with_options(reshard_after_forward=False)),
+    "resharded": Case(with_options(reshard_after_forward=True)),
+    "to fewer ranks": Case(to_fewer_ranks),
+    "fp32": Case(with_options(mp_policy=MixedPrecisionPolicy()), 1.0),
+    "fp16": Case(with_options(mp_policy=ALL_FP16)),
+    "fp32 sums": Case(with_options(mp_policy=FP32_SUMS)),
+    "cpu offload": Case(with_options(offload_policy=CPUOffloadPolicy(pin_memory=False))),
+    "uneven": Case(uneven),
+    "across columns": Case(across_columns),
+    "hybrid": Case(hybrid, said="all-reduces between replicas stay plain"),
+    "several groups": Case(several_groups, said="the root stays plain: it has 2 groups of parameters"),
+    "together": Case(together),
+    "tied": Case(tied),
+    "accumulating": Case(accumulating),
+    "summed": Case(summed),
+    "ahead": Case(ahead),
+    "checkpointed": Case(checkpointed),
+    "compiled": Case(compiled),
+    "evaluated": Case(evaluated),
+    "with closure": Case(with_closure),
+    "by hand": Case(by_hand),
+    "in backward": Case(in_backward),
+    "saved": Case(saved),
+    "two models": Case(two_models),
+    "failing": Case(failing),
+    "removed": Case(removed),
+}
 
 
 def check(rank: int, ranks: int, name: str, folder: str) -> None:
@@ -55,3 +381,119 @@ def check(rank: int, ranks: int, name: str, folder: str) -> None:
 @pytest.mark.parametrize("name", tiers.mostly_full(CASES, ["full", "lora"], "a launch each"))
 def test_bits_are_those_of_plain_fsdp2(name: str, ranks: int, tmp_path: Path) -> None:
     runner.run(check, ranks, name, str(tmp_path))
+
+
+# ---- mistakes
+
+
+def _no_passes() -> None:
+    """Ranks agree once, and never again."""
+    Parameters._begin_gather = lambda self, name: None  # type: ignore[method-assign]
+
+
+def _other_sums() -> None:
+    run = comm.reduce_scatter_tensor
+
+    def summed(output: torch.Tensor, input: torch.Tensor, op: Any, *args: Any, **options: Any) -> Any:
+        return run(output, input, dist.ReduceOp.SUM, *args, **options)
+
+    comm.reduce_scatter_tensor = summed
+
+
+def _another_row() -> None:
+    """A copy gives the parameters of ranks in another order."""
+
+    def copy(self: Kept, rows: torch.Tensor, rank: int, own: torch.Tensor) -> None:
+        rows.copy_(self.slot().memory.flip(0))  # type: ignore[union-attr]
+
+    Kept.copy = copy  # type: ignore[method-assign]
+
+
+MISTAKES = {
+    "no passes": (_no_passes, "by hand", "differ"),
+    "other sums": (_other_sums, "full", "differ"),
+    "another row": (_another_row, "lora", "differ"),
+}
+
+
+@pytest.mark.full(reason="a launch each")
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_mistake_is_found(name: str, tmp_path: Path) -> None:
+    plant, case, wanted = MISTAKES[name]
+    with pytest.raises(runner.RankFailure, match=wanted):
+        runner.run(check, 2, case, str(tmp_path), plant=plant)
+
+
+def written(rank: int, ranks: int) -> None:
+    """A frozen parameter changes on one rank between the forward and the backward pass, which copies it."""
+    lab = Lab(rank, ranks, True, "")
+    model = lab.start(lambda: adapted(Model()))
+    lab.train(model, 2)
+    loss = lab.loss(model)
+    if rank == 1:
+        model.blocks[1].up.frozen.weight.to_local().data.add_(1)
+    loss.backward()
+    with pytest.raises(comm.CommError, match=r"blocks.1.up.frozen.weight: the shard of group ranks \[1\] was gathered"):
+        lab.step(model)
+
+
+def test_a_write_within_a_pass_stops_all_ranks_before_the_step() -> None:
+    runner.run(written, 2)
+
+
+def off(rank: int, ranks: int) -> None:
+    with pytest.raises(ValueError, match=r"Linear has no module of fully_shard; call fully_shard\(model\) first"):
+        fsdp.apply(nn.Linear(2, 2))
+    model = fully_shard(Model())
+    with pytest.raises(ConfigError, match="mod"):
+        fsdp.apply(model, {"mod": "always"})
+    theirs = model._get_fsdp_state()._fsdp_param_group._all_gather_comm
+    assert fsdp.apply(model, {"enabled": False}) is model and fsdp.remove(model) is model
+    assert model._get_fsdp_state()._fsdp_param_group._all_gather_comm is theirs
+
+
+def on(rank: int, ranks: int, folder: str) -> None:
+    model = fully_shard(Model())
+    (path := Path(folder, f"{rank}.json")).write_text('{"zipccl": {"mode": "never", "log_interval": 7}}')
+    with fsdp_lab.spoken() as text:
+        assert fsdp.apply(model, path) is model
+    assert rank or "log_interval 7" in text.getvalue()
+    with pytest.raises(ConfigError, match="this process already runs with"):
+        fsdp.apply(fully_shard(Model()), {"mode": "always"})
+    with fsdp_lab.spoken() as text:
+        fsdp.apply(model)
+    assert rank or "the root stays plain: it has collectives already, AllGather and ReduceScatter" in text.getvalue()
+
+
+def test_sections_and_models_that_are_refused(tmp_path: Path) -> None:
+    runner.run_each(2, off, (on, str(tmp_path)))
+
+
+def test_an_older_torch_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(FSDPModule, "set_custom_all_gather")
+    with pytest.raises(RuntimeError, match=r"has no FSDPModule.set_custom_all_gather .* install torch 2.9 or later"):
+        fsdp.apply(nn.Linear(2, 2))
+
+
+@pytest.mark.full(reason="four starts of torchrun")
+@pytest.mark.parametrize("kind", ["lora", "full"])
+def test_the_recipe_is_coded_and_keeps_its_bits(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    said, weights = {}, {}
+    for enabled in (0, 1):
+        monkeypatch.setenv("DS_ZIPCCL", json.dumps({"mode": "always", "min_bytes": 1024, "enabled": bool(enabled)}))
+        words = [
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            "--nproc-per-node",
+            "2",
+            str(EXAMPLES / "recipes/fsdp2.py"),
+        ]
+        words += ["--steps", "4", "--out", str(tmp_path / f"{enabled}.pt"), *["--lora"] * (kind == "lora")]
+        ((status, text, errors),) = runner.whole_programs(words)
+        assert status == 0, errors
+        said[enabled] = [line for line in text.splitlines() if line.startswith("loss")]
+        weights[enabled] = torch.load(tmp_path / f"{enabled}.pt")
+    assert len(set(said[0])) == 4 and said[0] == said[1] and "ratio" in text
+    assert weights[0].keys() == weights[1].keys()
+    assert all(torch.equal(weights[0][name], tensor) for name, tensor in weights[1].items())

@@ -94,7 +94,8 @@ class Lab:
         """As :meth:`start`, of a model that is sharded."""
         if self.coded:
             assert fsdp.apply(model, {**ALWAYS, **(section or {})}) is model
-        self.optimizer = torch.optim.AdamW([param for param in model.parameters() if param.requires_grad], rate)
+        if trained := [param for param in model.parameters() if param.requires_grad]:
+            self.optimizer = torch.optim.AdamW(trained, rate)
         return model
 
     def batch(self) -> torch.Tensor:
@@ -106,7 +107,7 @@ class Lab:
         self.note("loss", loss.detach())
         return loss
 
-    def step(self, model: nn.Module, **named: torch.optim.Optimizer) -> None:
+    def step(self, model: nn.Module) -> None:
         """Note the gradients, and take a step."""
         for name, param in model.named_parameters():
             if param.grad is not None:
@@ -114,10 +115,10 @@ class Lab:
         self.optimizer.step()
         self.optimizer.zero_grad()
 
-    def train(self, model: nn.Module, steps: int = 3, **more: Any) -> None:
+    def train(self, model: nn.Module, steps: int = 3) -> None:
         for _ in range(steps):
             self.loss(model).backward()
-            self.step(model, **more)
+            self.step(model)
 
     def note(self, name: str, tensor: torch.Tensor) -> None:
         local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
@@ -129,7 +130,8 @@ class Lab:
         for name, param in model.named_parameters():
             self.note(name, param)
             for key, value in self.optimizer.state.get(param, {}).items():
-                self.note(f"{key} of {name}", value)
+                if isinstance(value, torch.Tensor):
+                    self.note(f"{key} of {name}", value)
 
 
 @contextlib.contextmanager

@@ -123,7 +123,8 @@ def apply(model: _Model, section: Mapping[str, Any] | str | os.PathLike[str] | N
     if config is None:
         return model
     process.job.tell(said)
-    parameters = Parameters(units, config, device)
+    names = {id(param): name for name, param in model.named_parameters()}
+    parameters = Parameters(units, names, config, device)
     if parameters.said:
         process.job.tell([f"FSDP2, zero3_base {config.zero3_base}: {parameters.said}"])
     for unit in units:

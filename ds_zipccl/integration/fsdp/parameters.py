@@ -11,7 +11,7 @@ backward pass, or if its module has gathered in the pass before.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -41,13 +41,18 @@ class _Parameter(NamedTuple):
 class Parameters:
     """The parameters of a model. All methods are called on all ranks, in program order.
 
+    Args:
+        names: ``id()`` of a parameter -> its name in the model.
+
     ``said``: a sentence about the memory of bases; "" where there is nothing to say.
 
     Raises:
         CommError: the memory that ``zero3_base`` host or device asks for cannot be had.
     """
 
-    def __init__(self, units: Sequence[Unit], config: ZipcclConfig, device: torch.device) -> None:
+    def __init__(
+        self, units: Sequence[Unit], names: Mapping[int, str], config: ZipcclConfig, device: torch.device
+    ) -> None:
         keepers: dict[dist.ProcessGroup, Keeper] = {}
         self._of: dict[str, list[_Parameter]] = {}
         wanted: list[Gathered] = []
@@ -55,14 +60,14 @@ class Parameters:
             # No step of an engine brackets the copies: every pass does, see above.
             keeper = keepers.setdefault(unit.group, Keeper(unit.group, config))
             keeper.steps = False
-            found = [_parameter(unit, sharded, keeper) for sharded in unit.param_group.fsdp_params]
+            found = [_parameter(sharded, names, keeper) for sharded in unit.param_group.fsdp_params]
             self._of[unit.name] = found
             wanted += [_gathered(unit, one) for one in found]
         self._keepers = list(keepers.values())
         trains = any(one.trained for one in wanted)
         self._bases, self.said = gathers.hold_bases(wanted, config, device, trains=trains)
         self._gathered: set[str] = set()  # in this pass, outside of backward passes
-        self._backward = self._stepping = False  # the last gather was one of a backward pass; an optimizer step runs
+        self._backward = False  # the last gather was one of a backward pass
 
     def parts(self, name: str, shard: torch.Tensor) -> Sequence[Part]:
         """Return the parameters of a gather of a module, whose own shards lie end to end in ``shard``, as parts of it; nothing if none of
@@ -75,9 +80,6 @@ class Parameters:
         if all(part.kept is None for part in parts):
             return ()
         self._begin_gather(name)
-        if self._stepping:  # the step may call the model, and change parameters in between
-            for one in found:
-                one.kept.forget()
         return parts
 
     def _begin_gather(self, name: str) -> None:
@@ -90,28 +92,24 @@ class Parameters:
             self._gathered.add(name)
         self._backward = backward
 
-    def begin_step(self, changed: Collection[int]) -> bool:
-        """Note that an optimizer step begins, and return whether it changes parameters of this model.
+    def begin_step(self, changed: Collection[int]) -> None:
+        """Note that an optimizer step begins.
 
         Args:
             changed: ``id()`` of each parameter of the optimizer.
 
         Raises:
-            CommError: a parameter was written to while ranks copied its base. All ranks raise.
+            CommError: a parameter of this model was written to while ranks copied its base, and the step changes others. All ranks raise.
         """
-        mine = self._among(changed)
-        if mine:
+        if self._among(changed):
             for keeper in self._keepers:
                 keeper.check()
-            self._stepping = True
-        return bool(mine)
 
     def end_step(self, changed: Collection[int]) -> bool:
-        """Note that the step has ended; as :meth:`begin_step`."""
+        """Note that the step has ended, and return whether it has changed parameters of this model."""
         mine = self._among(changed)
         for one in mine:
             one.kept.forget()
-        self._stepping &= not mine
         return bool(mine)
 
     def _among(self, changed: Collection[int]) -> list[_Parameter]:
@@ -123,8 +121,8 @@ def _numel(sharded: Any) -> int:
     return int(sharded._sharded_param_data.numel())
 
 
-def _parameter(unit: Unit, sharded: Any, keeper: Keeper) -> _Parameter:
-    name = getattr(sharded, "_param_fqn", None) or f"{unit.name}.{sharded._module_info.param_name}".lstrip(".")
+def _parameter(sharded: Any, names: Mapping[int, str], keeper: Keeper) -> _Parameter:
+    name = names.get(id(sharded.sharded_param), sharded._module_info.param_name)
     return _Parameter(sharded, Kept(name, lambda: sharded._sharded_param_data, keeper))
 
 
