@@ -210,6 +210,8 @@ class ZipcclBackend(TorchBackend):  # type: ignore[misc]
             return
         _load_kernels(config)
         config = _with_all_kernels(config)
+        if not config.enabled:
+            return
         hook_points.skip_frames()
         self.job.untraced = {
             name: hook_points.outside_graphs(getattr(type(self), name).coded)
@@ -269,12 +271,11 @@ if not hook_points.fits("TorchBackend.batch_isend_irecv", TorchBackend):
 def _load_kernels(config: ZipcclConfig) -> None:
     """Build and load the kernels now, not in the middle of the first step, where a CUDA kernel must not be loaded any more.
 
-    Without CUDA kernels the job runs, and CUDA tensors are compressed on the host; the start-up line has the reason.
-
-    Raises:
-        RouteUnavailable: no route for CPU tensors works.
+    Kernels prove themselves meanwhile. Without CUDA kernels the job runs, and CUDA tensors are compressed on the host; the start-up line
+    has the reason. What happens without kernels for CPU tensors, :func:`_with_all_kernels` decides.
     """
-    kernels.route(kernels.preferred(config.route, "cpu"), "cpu")
+    with contextlib.suppress(kernels.RouteUnavailable):
+        kernels.route(kernels.preferred(config.route, "cpu"), "cpu")
     device = _device()
     if device.type == "cuda":
         with contextlib.suppress(RuntimeError), devices.RUNTIMES["cuda"].device(device):  # also of the device itself
@@ -283,7 +284,7 @@ def _load_kernels(config: ZipcclConfig) -> None:
 
 def _with_all_kernels(config: ZipcclConfig) -> ZipcclConfig:
     """Return the config with the features off for which a rank has no kernels, as the other ranks would wait for it; rank 0 says which, and
-    why. A collective of all ranks for each feature that the config asks for; blocks.
+    why. Without kernels for CPU tensors that is coding itself. A collective of all ranks for each feature that the config asks for; blocks.
 
     Raises:
         RouteUnavailable: a rank has no kernels of the lossy codecs, on all ranks.
@@ -297,6 +298,12 @@ def _with_all_kernels(config: ZipcclConfig) -> ZipcclConfig:
             config.lossy and bool(config.lossy_roles),
             lambda: kernels.lossy_route(host, "cpu", _LOSSY_FUNCTION),
             f"lack the lossy codecs of the roles; {{}}; {_REMEDY}, or name no lossy codec",
+        ),
+        (
+            "enabled",
+            True,
+            lambda: kernels.route(host, "cpu"),
+            "have no kernels for CPU tensors, and every call stays plain on all ranks; {}",
         ),
         (
             "rows",
@@ -320,7 +327,9 @@ def _with_all_kernels(config: ZipcclConfig) -> ZipcclConfig:
         if key == "lossy":
             raise kernels.RouteUnavailable(why)
         if torch.distributed.get_rank() == 0:
-            print(f"[ds_zipccl] {key} is off: {why}", flush=True)
+            print(f"[ds_zipccl] {'coding' if key == 'enabled' else key} is off: {why}", flush=True)
+        if key == "enabled":
+            return replace(config, enabled=False)
         config = replace(config, **{key: "off"})  # type: ignore[arg-type]
     return config
 
