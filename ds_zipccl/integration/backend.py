@@ -199,6 +199,8 @@ class ZipcclBackend(TorchBackend):  # type: ignore[misc]
         device = _device()
         start_up.load_kernels(config, device)
         config = start_up.with_all_kernels(config, device)
+        if not config.enabled:
+            return
         hook_points.skip_frames()
         self.job.untraced = {
             name: hook_points.outside_graphs(getattr(type(self), name).coded)

@@ -58,12 +58,11 @@ def begin(job: Job, config: ZipcclConfig, device: torch.device, unhooked: Mappin
 def load_kernels(config: ZipcclConfig, device: torch.device) -> None:
     """Build and load the kernels now, not in the middle of the first step, where a CUDA kernel must not be loaded any more.
 
-    Without CUDA kernels the job runs, and CUDA tensors are compressed on the host; the start-up line has the reason.
-
-    Raises:
-        RouteUnavailable: no route for CPU tensors works.
+    Kernels prove themselves meanwhile. Without CUDA kernels the job runs, and CUDA tensors are compressed on the host; the start-up line
+    has the reason. What happens without kernels for CPU tensors, :func:`with_all_kernels` decides.
     """
-    kernels.route(kernels.preferred(config.route, "cpu"), "cpu")
+    with contextlib.suppress(kernels.RouteUnavailable):
+        kernels.route(kernels.preferred(config.route, "cpu"), "cpu")
     if device.type == "cuda":
         with contextlib.suppress(RuntimeError), devices.RUNTIMES["cuda"].device(device):  # also of the device itself
             kernels.route(kernels.preferred(config.route, "cuda"), "cuda")
@@ -71,7 +70,7 @@ def load_kernels(config: ZipcclConfig, device: torch.device) -> None:
 
 def with_all_kernels(config: ZipcclConfig, device: torch.device) -> ZipcclConfig:
     """Return the config with the features off for which a rank has no kernels, as the other ranks would wait for it; rank 0 says which, and
-    why. A collective of all ranks for each feature that the config asks for; blocks.
+    why. Without kernels for CPU tensors that is coding itself. A collective of all ranks for each feature that the config asks for; blocks.
 
     Raises:
         RouteUnavailable: a rank has no kernels of the lossy codecs, on all ranks.
@@ -85,6 +84,12 @@ def with_all_kernels(config: ZipcclConfig, device: torch.device) -> ZipcclConfig
             config.lossy and bool(config.lossy_roles),
             lambda: kernels.lossy_route(host, "cpu", _LOSSY_FUNCTION),
             f"lack the lossy codecs of the roles; {{}}; {_REMEDY}, or name no lossy codec",
+        ),
+        (
+            "enabled",
+            True,
+            lambda: kernels.route(host, "cpu"),
+            "have no kernels for CPU tensors, and every call stays plain on all ranks; {}",
         ),
         (
             "rows",
@@ -106,6 +111,8 @@ def with_all_kernels(config: ZipcclConfig, device: torch.device) -> ZipcclConfig
             if key == "lossy":
                 raise kernels.RouteUnavailable(why)
             config = _without(config, key, why)
+            if not config.enabled:
+                return config
     if config.nccl != "off" and streams:
         outcome = canary.try_out(config, device)
         if outcome:
@@ -122,8 +129,8 @@ def _of_ranks(said: Mapping[int, str], what: str) -> str:
 
 def _without(config: ZipcclConfig, key: str, why: str) -> ZipcclConfig:
     if torch.distributed.get_rank() == 0:
-        print(f"[ds_zipccl] {key} is off: {why}", flush=True)
-    return replace(config, **{key: "off"})  # type: ignore[arg-type]
+        print(f"[ds_zipccl] {'coding' if key == 'enabled' else key} is off: {why}", flush=True)
+    return replace(config, **{key: False if key == "enabled" else "off"})  # type: ignore[arg-type]
 
 
 def _measurable() -> bool:

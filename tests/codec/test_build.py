@@ -102,7 +102,7 @@ def test_a_long_build_says_so(
     target = build.build(recipe)
     begun, ended = capfd.readouterr().err.splitlines()
     assert begun.startswith(
-        f"ds_zipccl: {tmp_path}/compiler compiles kernels, once for this machine, to {target}; this may"
+        f"ds_zipccl: {tmp_path}/compiler compiles kernels, once for this machine, for {target}; this may"
     )
     assert re.fullmatch(rf"ds_zipccl: {tmp_path}/compiler ended after \d+ s", ended)
     build.build(recipe)
@@ -135,7 +135,7 @@ def test_no_other_user_can_write_to_what_is_made(mask: int) -> None:
     root.chmod(0o755)
     before = os.umask(mask)
     try:
-        made = build.publish(root / "kernels.zip", lambda target: target.touch(), "CuPy")
+        made = build.publish(root / "kernels.zip", lambda target: target.touch(), "CuPy compiles")
     finally:
         os.umask(before)
     assert made.stat().st_mode & 0o777 == 0o666 & ~mask & ~0o022

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from types import SimpleNamespace
@@ -93,8 +94,8 @@ def test_no_cuda_kernels_do_not_stop_the_job(monkeypatch: pytest.MonkeyPatch) ->
     assert kernels.tried("cuda") == {"native": "RuntimeError: planted", "cupy": "RuntimeError: planted"}
     job.fails = {("cpu", "native"), ("cpu", "numba")}
     monkeypatch.setattr(kernels, "_loaded", {})
-    with pytest.raises(kernels.RouteUnavailable, match="no kernels for cpu tensors here"):
-        start_up.load_kernels(DEFAULT, backend._device())
+    start_up.load_kernels(DEFAULT, backend._device())
+    assert kernels.tried("cpu") == {"native": "RuntimeError: planted", "numba": "RuntimeError: planted"}
 
 
 #: What a rank with numba alone says of the functions that its kernels lack.
@@ -142,6 +143,20 @@ def test_one_rank_without_a_compiler_refuses_lossy_roles_everywhere() -> None:
         )
 
 
+def test_one_rank_without_kernels_makes_all_ranks_plain(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(backend, "group_state", lambda group: None)
+    monkeypatch.setattr(backend, "resolve_group", lambda group: group)
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda: 0)
+    monkeypatch.setattr(backend.topology, "tell", lambda group, text: {0: "", 1: "native: SelfTestError: hash"})
+    assert not backend._with_all_kernels(replace(DEFAULT, enabled=True)).enabled
+    assert capsys.readouterr().out == (
+        "[ds_zipccl] coding is off: ranks [1] have no kernels for CPU tensors, and every call stays plain on all ranks; rank 1: native: "
+        "SelfTestError: hash\n"
+    )
+
+
 def test_the_line_about_rows(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     line = (
         "[ds_zipccl] rows is off: ranks [1, 3] have no kernels of row frames; rank 1: no compiler; install a C++ compiler or a wheel of "
@@ -149,9 +164,10 @@ def test_the_line_about_rows(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Cap
     )
     monkeypatch.setattr(start_up, "group_state", lambda group: None)
     monkeypatch.setattr(start_up, "resolve_group", lambda group: group)
-    monkeypatch.setattr(start_up.topology, "tell", lambda group, text: {0: "", 1: "no compiler", 3: "another reason"})
+    monkeypatch.setattr(start_up.topology, "tell", lambda group, text: next(told))
     for rank in (1, 0):
         monkeypatch.setattr(torch.distributed, "get_rank", lambda rank=rank: rank)
+        told = iter([{0: "", 1: "", 3: ""}, {0: "", 1: "no compiler", 3: "another reason"}])
         assert start_up.with_all_kernels(DEFAULT, backend._device()) == replace(DEFAULT, rows="off")
         assert capsys.readouterr().out == ("" if rank else line)
 
@@ -166,7 +182,8 @@ def test_one_rank_without_kernels_switches_nccl_off_everywhere(
     monkeypatch.setattr(start_up, "resolve_group", lambda group: group)
     monkeypatch.setattr(torch.distributed, "get_rank", lambda: 0)
     others = {0: "", 1: "", 2: ""}
-    monkeypatch.setattr(start_up.topology, "tell", lambda group, text: {**others, 0: text})
+    told = itertools.cycle([{}, others])  # first of kernels for CPU tensors
+    monkeypatch.setattr(start_up.topology, "tell", lambda group, text: {**next(told), 0: text})
     on = ZipcclConfig(enabled=True, nccl="on", rows="off")
     outcome = canary.Outcome()
     monkeypatch.setattr(start_up.canary, "try_out", lambda config, device: outcome)

@@ -201,8 +201,9 @@ def _start(job: Job, section: Any, device: torch.device) -> ZipcclConfig | None:
     if config is not None:
         start_up.load_kernels(config, device)
         job.config = config = start_up.with_all_kernels(config, device)
-        start_up.begin(job, config, device, dict.fromkeys(config.lossy_roles, _EXACT))
-    return job.config
+        if config.enabled:
+            start_up.begin(job, config, device, dict.fromkeys(config.lossy_roles, _EXACT))
+    return job.config if job.config is not None and job.config.enabled else None
 
 
 def _read(section: Any, running: bool) -> Any:

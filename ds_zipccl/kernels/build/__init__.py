@@ -241,7 +241,7 @@ def build(recipe: Recipe = CPU) -> Path:
     Raises:
         BuildError: no compiler, the compiler failed, or the cache folder cannot be written.
     """
-    return publish(library_path(recipe), lambda output: compile_library(recipe, output), recipe.compiler()[0])
+    return publish(library_path(recipe), lambda output: compile_library(recipe, output), f"{recipe.compiler()[0]} compiles")
 
 
 def publish(target: Path, make: Callable[[Path], None], means: str) -> Path:
@@ -252,7 +252,7 @@ def publish(target: Path, make: Callable[[Path], None], means: str) -> Path:
 
     Args:
         make: writes the file to the path that it is given, in a folder of its own.
-        means: the compiler, for messages.
+        means: the maker and what it does with kernels, for messages: "g++ compiles".
 
     Raises:
         BuildError: the folder of ``target`` cannot be written, or as ``make``.
@@ -297,7 +297,7 @@ def _announced(target: Path, means: str) -> Iterator[None]:
 
     def announce() -> None:
         said.set()
-        say(f"{means} compiles kernels, once for this machine, to {target}; this may take a minute")
+        say(f"{means} kernels, once for this machine, for {target}; this may take a minute")
 
     timer = threading.Timer(PATIENCE, announce)
     timer.daemon = True
@@ -307,7 +307,7 @@ def _announced(target: Path, means: str) -> Iterator[None]:
     finally:
         timer.cancel()
         if said.is_set():
-            say(f"{means} ended after {time.monotonic() - start:.0f} s")
+            say(f"{means.rpartition(' ')[0]} ended after {time.monotonic() - start:.0f} s")
 
 
 @contextlib.contextmanager

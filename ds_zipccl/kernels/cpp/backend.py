@@ -26,6 +26,7 @@ from ds_zipccl.kernels.cpp.interface import (
     Segment,
 )  # fmt: skip
 from ds_zipccl.kernels.protocol import ScaledCodec
+from ds_zipccl.kernels.self_test import proven
 from ds_zipccl.lossy import Int, TacoFp8
 
 
@@ -380,5 +381,7 @@ def load() -> CppBackend:
 
     Raises:
         BuildError: there is no compiler, or it failed.
+        SelfTestError: the kernels are wrong on this machine.
     """
-    return CppBackend(ctypes.CDLL(str(build.shipped() or build.build(build.CPU))))
+    path = build.shipped() or build.build(build.CPU)
+    return proven(CppBackend(ctypes.CDLL(str(path))), "native", path.read_bytes())

@@ -154,7 +154,7 @@ def cubins(capability: tuple[int, int]) -> list[bytes]:
                 archive.writestr(f"{part}.cubin", cubin)
 
     path = build.cache_root() / f"zipccl_cupy_sm_{target_architecture}_{digest}.zip"
-    kept = build.publish(path, make, means).read_bytes()
+    kept = build.publish(path, make, f"{means} compiles").read_bytes()
     with zipfile.ZipFile(io.BytesIO(kept)) as archive:
         return [archive.read(f"{part}.cubin") for part in build.CUDA_PARTS]
 

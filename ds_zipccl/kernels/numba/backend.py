@@ -10,6 +10,7 @@ import torch
 
 from ds_zipccl import tensors
 from ds_zipccl.frame import FrameError
+from ds_zipccl.kernels.self_test import proven
 from ds_zipccl.kernels.sums import add
 
 #: dtype -> exponent bits, mantissa bits, numpy word; uint8 stands for the bytes of any other dtype
@@ -71,11 +72,12 @@ class NumbaBackend:
 
 
 def load() -> NumbaBackend:
-    """Return the backend; imports numba (about a second).
+    """Return the backend; imports numba (about a second), and compiles its kernels (a minute) unless the cache has them.
 
     Raises:
         ImportError: numba is not installed.
+        SelfTestError: the kernels are wrong on this machine.
     """
-    from ds_zipccl.kernels.numba import decode, encode, region_hash
+    from ds_zipccl.kernels.numba import decode, encode, layout, region_hash
 
-    return NumbaBackend(encode, decode, region_hash)
+    return proven(NumbaBackend(encode, decode, region_hash), "numba", layout.identity())

@@ -49,17 +49,23 @@ for _mode, _tiers in _NAMED.items():
 LOW_BITS = np.uint64(0x0101010101010101)
 
 
+def _sources() -> bytes:
+    return b"".join(path.read_bytes() for path in sorted(Path(__file__).parent.glob("*.py")))
+
+
+def identity() -> bytes:
+    """Return what decides the machine code on a type of CPU: the sources, and the version of numba."""
+    return f"{numba.__version__}\0".encode() + _sources()
+
+
 def _kernel_folder() -> str:
     """Return the folder in which numba keeps compiled code; "" if no folder can be trusted or written to.
 
     Each content of these files has a folder of its own, because numba does not notice a change in a function of another file.
     NUMBA_CACHE_DIR does not count: numba runs the code in its folder, so the folder must pass :mod:`ds_zipccl.kernels.build.trust`.
     """
-    digest = hashlib.sha256()
-    for path in sorted(Path(__file__).parent.glob("*.py")):
-        digest.update(path.read_bytes())
     try:
-        folder = cache_root() / f"numba_{digest.hexdigest()[:20]}"
+        folder = cache_root() / f"numba_{hashlib.sha256(_sources()).hexdigest()[:20]}"
         folder.mkdir(mode=0o700, exist_ok=True)  # numba makes files by the umask, which may let a group write to them
     except (BuildError, OSError):
         return ""
