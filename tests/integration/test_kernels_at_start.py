@@ -146,11 +146,11 @@ def test_one_rank_without_a_compiler_refuses_lossy_roles_everywhere() -> None:
 def test_one_rank_without_kernels_makes_all_ranks_plain(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(backend, "group_state", lambda group: None)
-    monkeypatch.setattr(backend, "resolve_group", lambda group: group)
+    monkeypatch.setattr(start_up, "group_state", lambda group: None)
+    monkeypatch.setattr(start_up, "resolve_group", lambda group: group)
     monkeypatch.setattr(torch.distributed, "get_rank", lambda: 0)
-    monkeypatch.setattr(backend.topology, "tell", lambda group, text: {0: "", 1: "native: SelfTestError: hash"})
-    assert not backend._with_all_kernels(replace(DEFAULT, enabled=True)).enabled
+    monkeypatch.setattr(start_up.topology, "tell", lambda group, text: {0: "", 1: "native: SelfTestError: hash"})
+    assert not start_up.with_all_kernels(replace(DEFAULT, enabled=True), backend._device()).enabled
     assert capsys.readouterr().out == (
         "[ds_zipccl] coding is off: ranks [1] have no kernels for CPU tensors, and every call stays plain on all ranks; rank 1: native: "
         "SelfTestError: hash\n"
