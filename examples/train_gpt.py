@@ -68,6 +68,25 @@ def step_by_calls(engine: nn.Module, batches: Batches) -> torch.Tensor:
     return loss
 
 
+def join_by_deepspeed(args: argparse.Namespace, clock: Any) -> None:
+    """Make the process group."""
+    import deepspeed
+
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # inference on CPUs; minutes of compiling
+    deepspeed.init_distributed(dist_backend=args.backend)
+    if args.comm_time:
+        clock.watch(deepspeed.comm.comm.cdb)
+
+
+def start_deepspeed(model: nn.Module, groups: list, config: dict, clock: Any) -> Any:
+    """The engine of a model."""
+    import deepspeed
+
+    engine, *_ = deepspeed.initialize(model=model, model_parameters=groups, config=config)
+    clock.learn(engine)
+    return engine
+
+
 #: Of the file: inside a class the name is that of the class's text.
 ABOUT = __doc__ or ""
 
@@ -92,6 +111,8 @@ class Example:
     neighbours: bool = True
     shared: Callable[[str], bool] = lambda name: True  # by its name, where its shape is that of the whole model
     step: Callable[[Any, Batches], torch.Tensor] = step_by_calls
+    join: Callable[[argparse.Namespace, Any], None] = join_by_deepspeed
+    start: Callable[[nn.Module, list, dict, Any], Any] = start_deepspeed
 
 
 # ---- one rank ----------------------------------------------------------------------------------------------
@@ -113,14 +134,15 @@ def bytes_sent() -> dict[str, float] | None:
 
 
 def parameters_hash(named: Iterable[tuple[str, nn.Parameter]], zero3: bool) -> str:
-    """sha256 of parameters as this rank sees them; ZeRO-3's are gathered one at a time."""
+    """sha256 of parameters as this rank sees them; those of ZeRO-3 and FSDP2 are gathered one at a time."""
     import deepspeed
 
     digest = hashlib.sha256()
     for name, parameter in named:
         with deepspeed.zero.GatheredParameters([parameter]) if zero3 else nullcontext():
             digest.update(f"{name} {tuple(parameter.shape)} {parameter.dtype}".encode())
-            digest.update(parameter.detach().contiguous().view(torch.uint8).cpu().numpy().tobytes())
+            whole = parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter
+            digest.update(whole.detach().contiguous().view(torch.uint8).cpu().numpy().tobytes())
     return digest.hexdigest()
 
 
@@ -150,12 +172,8 @@ def train(args: argparse.Namespace, example: Example | None = None) -> dict:
     deepspeed.utils.logging.logger.setLevel("WARNING")
     torch.set_num_threads(args.threads)  # sums depend on how they are split over threads
     torch.use_deterministic_algorithms(ON_GPU)  # CPU kernels repeat bit for bit anyway
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # inference on CPUs; minutes of compiling
-    deepspeed.init_distributed(dist_backend=args.backend)
-    clock = CommTime()
-    if args.comm_time:
-        clock.watch(deepspeed.comm.comm.cdb)
-    example = example or Example()
+    clock, example = CommTime(), example or Example()
+    example.join(args, clock)
     rank, world, size = dist.get_rank(), dist.get_world_size(), example.sizes[args.size]
     split = example.split(args, world)
 
@@ -164,8 +182,7 @@ def train(args: argparse.Namespace, example: Example | None = None) -> dict:
     counts = [(parameter.numel(), parameter.requires_grad) for parameter in model.parameters()]
     whole = {name: parameter.shape for name, parameter in model.named_parameters()}
     config = example.configure(deepspeed_config(args), args, world)
-    engine, *_ = deepspeed.initialize(model=model, model_parameters=groups, config=config)
-    clock.learn(engine)
+    engine = example.start(model, groups, config, clock)
     stage, stage_ms = StageTime(engine if args.comm_time else None), []
 
     tokens = tokenise(read_text(args.data, size.characters), size.vocabulary)

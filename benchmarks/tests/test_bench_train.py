@@ -193,9 +193,9 @@ def test_bench_train_without_a_script() -> None:
 
 
 @pytest.mark.full(reason="a minute of two trainings in two variants each")
-@pytest.mark.parametrize("workload", ["lora", "finetune"])
+@pytest.mark.parametrize("workload", ["lora", "finetune", "fsdp2", "fsdp2-lora"])
 def test_frozen_and_slowly_changing_parameters(workload: str, tmp_path: Path) -> None:
-    if workload == "lora":
+    if workload.endswith("lora"):
         pytest.importorskip("peft")
     variants = "coded zeropp" if workload == "finetune" else "coded"
     words = f"bench train --workload {workload} --variants {variants} --steps 4 --skip 1 --size tiny"
@@ -204,6 +204,9 @@ def test_frozen_and_slowly_changing_parameters(workload: str, tmp_path: Path) ->
     (judged,) = content["verdicts"]
     assert plain["params_sha256"] == coded["params_sha256"] and plain["gather_ratio"] == 1
     assert coded["step_m"] == pytest.approx(statistics.fmean(judged["volume"]["coded"]["sent_m"]))
+    if workload.startswith("fsdp2"):
+        assert coded["gather_ratio"] > (30 if workload == "fsdp2-lora" else 5) and coded["step_m"] < plain["step_m"] / 3
+        return
     # The tiny models stay gathered from the forward to the backward pass: a gather, and gradients of the trained part.
     if workload == "lora":
         assert set(judged["hashes"]) == {"adapters_sha256", "merged_sha256"}

@@ -1,7 +1,7 @@
 """``bench train``: whole training runs from one seed, plain and compressed, whose bits must be equal.
 
-Every run is ``examples/train_gpt.py`` in processes of its own, or ``train_moe.py``, ``train_lora.py``, ``train_tp.py`` or
-``train_pipeline.py``. The variants take turns, plain first. Columns:
+Every run is ``examples/train_gpt.py`` in processes of its own, or ``train_moe.py``, ``train_lora.py``, ``train_tp.py``,
+``train_pipeline.py`` or ``train_fsdp.py``. The variants take turns, plain first. Columns:
 
 * ``workload``: the training: ``zero1``, ``zero2``, ``zero3`` (ZeRO stages). ``moe``, ``moe-top2``: ZeRO-2 and DeepSpeed-MoE, 8 experts with
   biases, one or two of them for a token. ``mixtral`` (8 experts, 2 for a token), ``qwen`` (32 and 4), ``qwen64`` (64 and 8): ZeRO-2 and
@@ -10,6 +10,7 @@ Every run is ``examples/train_gpt.py`` in processes of its own, or ``train_moe.p
   rate of 2e-5, from fresh weights, whose updates change more bits than those of trained ones; every parameter is gathered for the forward
   and again for the backward pass, as in a model that is too large to be kept. ``lora``: ZeRO-3, LoRA adapters of a Llama of Hugging Face,
   with the values that its Trainer takes for "auto" (threshold of persistence 10 x hidden size); needs ``pip install transformers peft``.
+  ``fsdp2``, ``fsdp2-lora``: PyTorch's FSDP2 with the model of ``finetune``, and with that of ``lora``.
   ``tp``: ZeRO-1 and DeepSpeed's AutoTP: all ranks, or as many as ``--options '--tensor N'`` says, share the layers of a Llama of Hugging
   Face, and sum activations of 4 MiB; needs ``pip install transformers``. ``pipeline``: DeepSpeed's PipelineModule in two stages, or as many
   as ``--options '--stages N'`` says, whose first and last one share an embedding.

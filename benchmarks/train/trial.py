@@ -63,6 +63,10 @@ WORKLOADS: dict[str, Workload] = {
     "qwen64": _experts("--model qwen3 --experts 64 --top-k 8", "transformers"),
     "finetune": Workload("ds_config_finetune.json"),
     "lora": Workload("ds_config_lora.json", script="train_lora.py", packages=("transformers", "peft")),
+    "fsdp2": Workload("ds_config_fsdp.json", script="train_fsdp.py", stage=0),
+    "fsdp2-lora": Workload(
+        "ds_config_fsdp_lora.json", ("--adapters",), "train_fsdp.py", ("transformers", "peft"), stage=0
+    ),
     "tp": Workload("ds_config_tp.json", script="train_tp.py", packages=("transformers",), stage=1),
     "pipeline": Workload("ds_config_pipeline.json", script="train_pipeline.py", stage=0, stages=True),
 }

@@ -53,6 +53,13 @@ def lora(lab: Lab) -> Any:
     return model
 
 
+def by_trial(lab: Lab) -> Any:
+    """Plain, raw and coded schedules compete, and take turns."""
+    model = lab.start(section={**HOST, "mode": "auto"})
+    lab.train(model, 12)
+    return model
+
+
 # ---- options of fully_shard
 
 
@@ -340,6 +347,7 @@ FP32_SUMS = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.
 CASES = {
     "full": Case(full, 3.0, 6.0),
     "lora": Case(lora, 4.0, 5.0),
+    "by trial": Case(by_trial, 1.1),
     "kept": Case(with_options(reshard_after_forward=False)),
     "resharded": Case(with_options(reshard_after_forward=True)),
     "to fewer ranks": Case(to_fewer_ranks),

@@ -57,9 +57,10 @@ class Parameters:
         self._of: dict[str, list[_Parameter]] = {}
         wanted: list[Gathered] = []
         for unit in units:
-            # No step of an engine brackets the copies: every pass does, see above.
-            keeper = keepers.setdefault(unit.group, Keeper(unit.group, config))
-            keeper.steps = False
+            if unit.group not in keepers:
+                keepers[unit.group] = Keeper(unit.group, config)
+                keepers[unit.group].steps = False  # passes bracket the copies, not the steps of an engine: see above
+            keeper = keepers[unit.group]
             found = [_parameter(sharded, names, keeper) for sharded in unit.param_group.fsdp_params]
             self._of[unit.name] = found
             wanted += [_gathered(unit, one) for one in found]
