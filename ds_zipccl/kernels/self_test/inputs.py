@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from ds_zipccl import tensors
+from ds_zipccl.frame import CHUNK_BLOCKS
 
 Bytes = npt.NDArray[np.uint8]
 #: Of each dtype: its name in those of kernels, exponent bits, mantissa bits, numpy's word.
@@ -43,6 +44,8 @@ GIVEN = (
 LARGE = (1 << 17) + 1
 _NUMEL = NUMEL + 15  # so that each row begins at a multiple of 16 bytes
 GUARD = 0x5C
+#: Words of a block of most payloads.
+BLOCK = 1024
 _GUARDS = 64
 
 
@@ -134,6 +137,16 @@ def large(device: torch.device) -> list[Input]:
     """One input of many chunks, as bfloat16."""
     words, bases = (row[0].repeat(-(-LARGE // _NUMEL))[:LARGE] for row in _on(torch.bfloat16, device))
     return [Input(len(GIVEN), f"{LARGE:,} words (mixed) at offset 0", words, bases, 0)]
+
+
+def bound(numel: int, itemsize: int, block: int) -> int:
+    """Bytes of a payload at most, of any code."""
+    chunks = -(-numel // (block * CHUNK_BLOCKS))
+    return 16 + numel * itemsize + chunks * (4 + 5 * CHUNK_BLOCKS + 16)
+
+
+def raw(words: torch.Tensor) -> Bytes:
+    return cast(Bytes, words.cpu().view(torch.uint8).numpy())
 
 
 class Outputs:
