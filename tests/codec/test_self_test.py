@@ -206,7 +206,7 @@ def stamps(own_cache: None) -> Iterator[Callable[[], list[Path]]]:
 
 
 def test_a_stamp_makes_the_next_test_short(stamps: Callable[[], list[Path]], monkeypatch: pytest.MonkeyPatch) -> None:
-    """A stamp is of one processor, instruction set, library and torch."""
+    """A stamp is of one device, driver, library and torch."""
     good = kernels.route("native")
 
     def proof(binary: bytes = b"library") -> self_test.Proof:
@@ -218,7 +218,7 @@ def test_a_stamp_makes_the_next_test_short(stamps: Callable[[], list[Path]], mon
     assert len(stamps()) == 1 and json.loads(stamps()[0].read_text())["torch"] == torch.__version__
     assert not proof(b"another library").stamped
     with monkeypatch.context() as patch:
-        patch.setattr(self_test, "_processor", lambda: "another")
+        patch.setattr(self_test, "_facts", lambda device: {"device": "one", "driver": "another"})
         assert not proof().stamped
     assert proof().stamped and len(stamps()) == 3
 
