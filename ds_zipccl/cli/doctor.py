@@ -11,6 +11,7 @@ Lines:
 
 * link: measured between the real ranks over gloo: each rank sends to the next and receives from the previous one at the same time; the
   slowest rank counts. Groups of other backends are not measured. codec: speeds of one thread of the slowest rank.
+* kernels: each backend that was loaded on rank 0: the cases of its self-test and their time, or why it is not used.
 * hooks: the modules of DeepSpeed that the package has adjusted in these processes. A missing hook has its reason.
 * job: the traffic that will be coded here, values that the config leaves open, and features whose traffic bypasses the package.
 * expected: a table with a line for each kind of traffic of a step, by the model of ``plan`` with this config, this link and ``--params``.
@@ -137,6 +138,9 @@ def _take_part(args: argparse.Namespace) -> int:
         f"{8e-6 * profile.bandwidth:.0f} Mbit/s, a small message {1e6 * profile.alpha:.0f} us"
     )
     tables.say(f"codec: {coding} GB/s, one thread")
+    proofs = _proofs()
+    for name, said in proofs.items():
+        tables.say(f"kernels: {name}: {said}")
     tables.say(f"hooks: {len(found.reports[0].hooks)} modules of DeepSpeed known, {len(missing)} missing")
     for line in missing:
         tables.say(f"       {line}")
@@ -146,6 +150,7 @@ def _take_part(args: argparse.Namespace) -> int:
         "ranks": ranks,
         "nodes": found.nodes,
         "profile": profile.to_json(),
+        "kernels": proofs,
         "hooks": [dict(report.hooks) for report in found.reports],
         "missing": missing,
     }
@@ -157,6 +162,19 @@ def _take_part(args: argparse.Namespace) -> int:
     if args.json:
         tables.write_json(args.json, rows, args.command, **more)
     return int(bool(missing))
+
+
+def _proofs() -> dict[str, str]:
+    """Device type and backend -> how it was proven in this process, or why it is not used."""
+    import torch
+
+    from ds_zipccl import kernels
+    from ds_zipccl.kernels import self_test
+
+    if torch.cuda.is_available():
+        kernels.lacking(lambda: kernels.route("auto", "cuda"))
+    tried = {(device, name): why for device in kernels.ROUTES for name, why in kernels.tried(device).items()}
+    return {" ".join(key): why or str(self_test.PROOFS.get(key, "not tried")) for key, why in tried.items()}
 
 
 def _missing(found: Ranks) -> list[str]:

@@ -384,4 +384,4 @@ def load() -> CppBackend:
         SelfTestError: the kernels are wrong on this machine.
     """
     path = build.shipped() or build.build(build.CPU)
-    return proven(CppBackend(ctypes.CDLL(str(path))), "native", path.read_bytes())
+    return proven(lambda: CppBackend(ctypes.CDLL(str(path))), "native", path.read_bytes())

@@ -80,4 +80,4 @@ def load() -> NumbaBackend:
     """
     from ds_zipccl.kernels.numba import decode, encode, layout, region_hash
 
-    return proven(NumbaBackend(encode, decode, region_hash), "numba", layout.identity())
+    return proven(lambda: NumbaBackend(encode, decode, region_hash), "numba", layout.identity())

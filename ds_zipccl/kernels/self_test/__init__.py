@@ -6,11 +6,15 @@ this driver and this torch; later starts then try one input of each kernel.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
+import os
 import platform
+import subprocess
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -37,9 +41,18 @@ class Proof(NamedTuple):
     stamped: bool
 
     def __str__(self) -> str:
-        return f"proven by {self.cases} cases in {1e3 * self.seconds:.0f} ms{', one a kernel as a stamp has the rest' * self.stamped}"
+        how = ", one input of each kernel, as all passed before" if self.stamped else ""
+        return f"proven by {self.cases} cases in {1e3 * self.seconds:.0f} ms{how}"
 
 
+#: Seconds that a test in a process of its own may take: most of them are the imports.
+PATIENCE = 60.0
+#: Statuses of a test in a process of its own: a byte is wrong, and it could not use the device.
+WRONG, UNREACHED = 10, 11
+_ROOT = Path(__file__).resolve().parents[3]
+_SAID_BY_CPUS = ("model name", "flags", "Features")
+#: The CPU backend that was proven last: asked for the right bytes where those of another backend are wrong.
+_witnesses: list[Any] = []
 #: Device type, name of a backend -> the self-test that it has passed in this process.
 PROOFS: dict[tuple[str, str], Proof] = {}
 
@@ -56,7 +69,8 @@ def prove(backend: Any, device: torch.device = tensors.CPU, short: bool = False)
     Raises:
         SelfTestError: a byte is wrong.
     """
-    found = Cases(backend, device, short, _digests())
+    witness = next((other for other in _witnesses if other is not backend), None)
+    found = Cases(backend, device, short, _digests(), witness)
     try:
         found.run()
     finally:
@@ -64,44 +78,111 @@ def prove(backend: Any, device: torch.device = tensors.CPU, short: bool = False)
     return found.count
 
 
-def proven(backend: Backend, name: str, binary: bytes, device: torch.device = tensors.CPU) -> Backend:
-    """Return ``backend`` once it has passed the self-test; :data:`PROOFS` then has its proof.
+def proven(
+    load: Callable[[], Backend], name: str, binary: bytes, device: torch.device = tensors.CPU, apart: bool = False
+) -> Backend:
+    """Return the backend that ``load`` gives, once it has passed the self-test; :data:`PROOFS` then has its proof. Blocks.
 
     Args:
         name: of the backend among those of the type of ``device``.
         binary: the machine code of its kernels, or that which decides it.
+        apart: without a stamp, the backend is first loaded and tested in a process of its own, so that a hang there stops nothing.
 
     Raises:
-        SelfTestError: a byte is wrong.
+        SelfTestError: a byte is wrong, or the process of its own did not pass within :data:`PATIENCE` seconds.
     """
-    begin, cases = time.perf_counter(), []
+    begin, load, cases = time.perf_counter(), cache(load), list[int]()
+    facts = {**_facts(device), "binary": hashlib.sha256(binary).hexdigest(), "torch": torch.__version__}
 
     def make(stamp: Path | None) -> None:
-        cases.append(prove(backend, device))
+        cases.append(_apart(name, device) if apart else 0)
+        if not cases[0]:
+            cases[0] = prove(load(), device)
         if stamp is not None:
             stamp.write_text(json.dumps(facts))
 
-    facts = {**_facts(backend, device), "binary": hashlib.sha256(binary).hexdigest(), "torch": torch.__version__}
     _once(facts, make)
-    stamped = not cases
-    if stamped:
+    backend, stamped = load(), not cases
+    if stamped or apart:
         cases.append(prove(backend, device, short=True))
-    PROOFS[device.type, name] = Proof(cases[0], time.perf_counter() - begin, stamped)
+    if not apart:
+        _witnesses[:] = [backend]
+    PROOFS[device.type, name] = Proof(sum(cases), time.perf_counter() - begin, stamped)
     return backend
 
 
-def _once(facts: dict[str, str], make: Callable[[Path | None], None]) -> None:
-    """Call ``make`` with the path of a stamp unless there is a stamp of ``facts``; with None where none can be kept."""
+def _once(facts: Mapping[str, str], make: Callable[[Path | None], None]) -> None:
+    """Call ``make`` with the path of a stamp unless there is a stamp of ``facts``; with None where none can be kept.
+
+    Processes of a machine call it in turn. Those that waited while the test failed in another one fail with its reason.
+    """
     digest = hashlib.sha256(json.dumps(facts).encode() + GOLDEN.read_bytes()).hexdigest()[:20]
+    began = time.time()
+
+    def guarded(stamp: Path) -> None:
+        if failed.exists() and failed.stat().st_mtime > began:
+            raise SelfTestError(failed.read_text())
+        try:
+            make(stamp)
+        except SelfTestError as error:
+            failed.touch(mode=0o600)  # or a folder with it could not be trusted
+            failed.write_text(str(error))
+            raise
+
     try:
-        build.publish(build.cache_root() / f"zipccl_proven_{digest}.json", make, "self-test tries")
+        path = build.cache_root() / f"zipccl_proven_{digest}.json"
+        failed = path.with_suffix(".failed")
+        build.publish(path, guarded, "self-test tries")
     except build.BuildError:
         make(None)
 
 
-def _facts(backend: Any, device: torch.device) -> dict[str, str]:
-    """What must be the same for a proof to hold: of a CPU its name, and the instruction set in use."""
-    return {"device": _processor(), "driver": str(getattr(backend, "level", ""))}
+def _apart(name: str, device: torch.device) -> int:
+    """Test the backend of that name in a process of its own; return the number of cases, 0 where a second process cannot use the device.
+
+    Raises:
+        SelfTestError: a byte is wrong, or the process did not pass in time.
+    """
+    environment = {**os.environ, "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, (str(_ROOT), os.environ.get("PYTHONPATH"))))
+    process = subprocess.Popen(
+        command(name, device),
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        said, complaint = process.communicate(timeout=PATIENCE)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        with contextlib.suppress(subprocess.TimeoutExpired):  # a driver may not let go of the process
+            process.communicate(timeout=5)
+        raise SelfTestError(f"in a process of its own it did not end within {PATIENCE:g} s") from None
+    if process.returncode == UNREACHED:
+        return 0
+    if process.returncode:
+        last = said if process.returncode == WRONG else complaint
+        reason = last.strip().rpartition("\n")[2] or f"status {process.returncode}"
+        raise SelfTestError(reason if process.returncode == WRONG else f"in a process of its own it failed: {reason}")
+    return int(said.split()[-1])
+
+
+def command(name: str, device: torch.device) -> list[str]:
+    """Return the command that tests a CUDA backend of that name: :mod:`.__main__`."""
+    return [sys.executable, "-m", __name__, name, str(device.index)]
+
+
+def _facts(device: torch.device) -> dict[str, str]:
+    """What must be the same for a proof to hold, beside kernels and torch: the device and its driver; of a CPU, its instruction sets."""
+    if device.type == "cpu":
+        return {"device": _processor(), "driver": ""}
+    try:
+        driver = Path("/proc/driver/nvidia/version").read_text()
+    except OSError:
+        driver = str(getattr(torch._C, "_cuda_getDriverVersion", int)())
+    return {"device": torch.cuda.get_device_name(device), "driver": driver}
 
 
 @cache
@@ -110,5 +191,4 @@ def _processor() -> str:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
         lines = []
-    name = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
-    return f"{platform.machine()} {name}"
+    return "\n".join([platform.machine(), *dict.fromkeys(line for line in lines if line.startswith(_SAID_BY_CPUS))])

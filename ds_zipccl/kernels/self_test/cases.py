@@ -19,8 +19,11 @@ import torch
 from ds_zipccl import tensors
 from ds_zipccl.frame import CHUNK_BLOCKS, FrameError
 from ds_zipccl.kernels import sums as plain_sums
+from ds_zipccl.kernels.cuda.backend import CudaBackend
 from ds_zipccl.kernels.protocol import KernelBackend, LossyBackend, RowBackend, ScaledCodec, group_bytes, scale_dtype
+from ds_zipccl.kernels.self_test import device
 from ds_zipccl.kernels.self_test.inputs import (
+    BLOCK,
     FLOATS,
     NAMES,
     NUMEL,
@@ -28,16 +31,17 @@ from ds_zipccl.kernels.self_test.inputs import (
     Bytes,
     Input,
     Outputs,
+    bound,
     inputs,
     large,
+    raw,
 )
 from ds_zipccl.lossy import Int, TacoFp8
 
 #: Kernel -> the crc32 of each of its cases.
 Digests = Mapping[str, Sequence[int]]
 #: Codes of the exponent encoders, with blocks.
-CODES = {"cascade": 1024, "wide": 256}
-_BLOCK = CODES["cascade"]
+CODES = {"cascade": BLOCK, "wide": 256}
 _SCALED: tuple[ScaledCodec, ...] = (TacoFp8(128, True), Int(8, 128))
 #: Number of the input whose payload is damaged: incompressible, with a table in each chunk.
 REFUSED = 5
@@ -49,26 +53,20 @@ class SelfTestError(RuntimeError):
     """A kernel gave something else than it must; the message has the kernel, its input, and the first byte that is wrong."""
 
 
-def bound(numel: int, itemsize: int, block: int) -> int:
-    """Bytes of a payload at most, of any code."""
-    chunks = -(-numel // (block * CHUNK_BLOCKS))
-    return 16 + numel * itemsize + chunks * (4 + 5 * CHUNK_BLOCKS + 16)
-
-
 class Cases:
     """The cases of a backend.
 
     Args:
-        device: of the tensors that the backend takes.
+        on: the device of the tensors that the backend takes.
         short: one input of each kernel.
         wanted: the digests; None: they are collected in :attr:`digests`.
         witness: another backend, for CPU tensors, that is asked for the bytes where a digest differs.
     """
 
     def __init__(
-        self, backend: KernelBackend, device: torch.device, short: bool, wanted: Digests | None, witness: KernelBackend | None = None
+        self, backend: KernelBackend, on: torch.device, short: bool, wanted: Digests | None, witness: KernelBackend | None = None
     ) -> None:  # fmt: skip
-        self.backend, self.device, self.short, self.wanted, self.witness = backend, device, short, wanted, witness
+        self.backend, self.device, self.short, self.wanted, self.witness = backend, on, short, wanted, witness
         self.digests: dict[str, list[int]] = {}
         self.kept: dict[tuple[str, int], Bytes] | None = None
         #: Cases so far.
@@ -96,6 +94,8 @@ class Cases:
                     for codec in _SCALED:
                         self.scaled(dtype, codec)
                     self.zfp(dtype)
+                if hasattr(self.backend, "decode_sum_frames"):
+                    device.run(self, cast(CudaBackend, self.backend), dtype)
             if hasattr(self.backend, "orthonormalize"):
                 self.low_rank()
 
@@ -105,7 +105,7 @@ class Cases:
         self, kernel: str, given: Sequence[Input], out: Outputs | Sequence[Bytes], wanted: Sequence[Bytes] | None = None
     ) -> None:  # fmt: skip
         """Accept the outputs of a kernel's cases, which have numbers and labels; without ``wanted`` by their digests."""
-        found = self._guarded(kernel, given, out) if isinstance(out, Outputs) else out
+        found = self.guarded(kernel, given, out) if isinstance(out, Outputs) else out
         for one, got, right in zip(given, found, wanted or itertools.repeat(None, len(given)), strict=True):
             self.count += 1
             digest = zlib.crc32(got.tobytes())
@@ -121,7 +121,7 @@ class Cases:
             if right is not None and not np.array_equal(got, right):
                 raise SelfTestError(f"{kernel}, {one.label}: {_difference(got, right)}")
 
-    def _guarded(self, kernel: str, given: Sequence[Input], out: Outputs) -> list[Bytes]:
+    def guarded(self, kernel: str, given: Sequence[Input], out: Outputs) -> list[Bytes]:
         """Return the bytes of the outputs, beside which nothing may have been written."""
         found, beside = out.read()
         if beside is not None:
@@ -156,7 +156,7 @@ class Cases:
 
     # --- families of kernels
 
-    def _given(self, dtype: torch.dtype) -> list[Input]:
+    def given(self, dtype: torch.dtype) -> list[Input]:
         return inputs(dtype, self.device, self.short)
 
     def exponent(self, dtype: torch.dtype, code: str) -> None:
@@ -169,7 +169,7 @@ class Cases:
             self.backend.decode(payload, block, words)
 
         several = dtype == torch.bfloat16 and code == "cascade" and not self.short
-        for given in (self._given(dtype), *([large(self.device)] if several else [])):
+        for given in (self.given(dtype), *([large(self.device)] if several else [])):
             payloads = self._encode(kernel, given, block, encode)
             self._decode(f"decode_{NAMES[dtype]}", given, payloads, decode)
 
@@ -180,7 +180,7 @@ class Cases:
         """Compare the payloads of an encoder, and return them."""
         out = Outputs([bound(one.words.numel(), one.words.itemsize, block) for one in given], self.device)
         sizes = encode(given, out.views())
-        found = self._guarded(kernel, given, out)
+        found = self.guarded(kernel, given, out)
         payloads = [view[:size] for view, size in zip(out.views(), sizes, strict=True)]
         self.compare(kernel, given, [one[:size] for one, size in zip(found, sizes, strict=True)])
         return payloads
@@ -197,17 +197,17 @@ class Cases:
                 decode(one, payload, words)
             except FrameError as error:
                 raise SelfTestError(f"{kernel}, {one.label}: a right payload was refused: {error}") from None
-        self.compare(kernel, given, out, wanted or [_bytes(one.words) for one in given])
+        self.compare(kernel, given, out, wanted or [raw(one.words) for one in given])
         at = min(REFUSED, len(given) - 1)
         if given[at].words.numel() == NUMEL:
             self.refuses(kernel, lambda damaged: decode(given[at], damaged, out.views(dtype)[at]), payloads[at])
 
     def sums(self, dtype: torch.dtype) -> None:
         """Sums of payloads, and of words, in their dtype and in float32; NaNs are equal, except that one of bfloat16 is 0x7fc0."""
-        given = self._given(dtype)[::2]
-        sizes = [bound(one.words.numel(), dtype.itemsize, _BLOCK) for one in given]
+        given = self.given(dtype)[::2]
+        sizes = [bound(one.words.numel(), dtype.itemsize, BLOCK) for one in given]
         room = [tensors.empty(size, torch.uint8, self.device) for size in sizes]
-        sizes = self.backend.encode([one.words for one in given], "cascade", _BLOCK, room)
+        sizes = self.backend.encode([one.words for one in given], "cascade", BLOCK, room)
         for into in {dtype: 0, torch.float32: 1}:
             right = [one.base.cpu().to(into, copy=True) for one in given]
             for one, sums in zip(given, right, strict=True):
@@ -219,30 +219,29 @@ class Cases:
                     if kernel == "add":
                         self.backend.add(one.words, sums)
                     else:
-                        self.backend.decode(payload[:size], _BLOCK, sums, dtype)
+                        self.backend.decode(payload[:size], BLOCK, sums, dtype)
                 name = f"{kernel}_{NAMES[dtype]} into {NAMES[into]}"
-                got = self._guarded(name, given, out)
+                got = self.guarded(name, given, out)
                 views = [tensors.of_buffer(one).view(into) if len(one) else tensors.empty(0, into) for one in got]
-                self.compare(name, given, [_settled(one) for one in views], [_settled(one) for one in right])
+                self.compare(name, given, [settled(one) for one in views], [settled(one) for one in right])
 
     def delta(self, dtype: torch.dtype) -> None:
-        given = self._given(dtype)
+        given = self.given(dtype)
 
         def encode(given: Sequence[Input], outs: list[torch.Tensor]) -> list[int]:
             return [
-                self.backend.encode_delta(one.words, one.base, _BLOCK, out)
-                for one, out in zip(given, outs, strict=True)
+                self.backend.encode_delta(one.words, one.base, BLOCK, out) for one, out in zip(given, outs, strict=True)
             ]
 
         def decode(one: Input, payload: torch.Tensor, words: torch.Tensor) -> None:
             base = words.copy_(one.base) if one.offset else one.base  # both places that the protocol allows
-            self.backend.decode_delta(payload, base, _BLOCK, words)
+            self.backend.decode_delta(payload, base, BLOCK, words)
 
-        payloads = self._encode(f"encode_{NAMES[dtype]}_delta", given, _BLOCK, encode)
+        payloads = self._encode(f"encode_{NAMES[dtype]}_delta", given, BLOCK, encode)
         self._decode(f"decode_{NAMES[dtype]}_delta", given, payloads, decode)
 
     def hashes(self) -> None:
-        given = self._given(torch.uint8)
+        given = self.given(torch.uint8)
         found = [self.backend.region_hash(one.words, (one.number, 1 << 63)) for one in given]
         self.compare("hash", given, [np.frombuffer(struct.pack("<2Q", *one), np.uint8) for one in found])
 
@@ -250,7 +249,7 @@ class Cases:
 
     def rows(self, dtype: torch.dtype) -> None:
         """Rows of 33 words, of which each third one is repeated twice; then the same rows, each a multiple of another."""
-        backend, given, name = cast(RowBackend, self.backend), self._given(dtype)[:1], NAMES[dtype]
+        backend, given, name = cast(RowBackend, self.backend), self.given(dtype)[:1], NAMES[dtype]
         label = [given[0]._replace(label=f"rows of {_WIDTH} words")]
         count = NUMEL // _WIDTH
         words = given[0].words[: count * _WIDTH + 5].clone()
@@ -260,26 +259,26 @@ class Cases:
         matrix.copy_(matrix[(numbers // 3 * 3).long()])
         sources, table = (tensors.filled(size, 0, torch.int32, self.device) for size in (count, 1 << 10))
         backend.find_rows(words.view(torch.uint8), matrix.shape[1], 0, sources, table)
-        self.compare(f"find_rows of {name}", label, [_bytes(sources)])
+        self.compare(f"find_rows of {name}", label, [raw(sources)])
         own = sources == numbers
         first, repeats = numbers[own], numbers[~own]
-        out = Outputs([bound(words.numel(), words.itemsize, _BLOCK)], self.device)
-        size = backend.encode_rows(words, _WIDTH, 0, first, "cascade", _BLOCK, out.views()[0])
+        out = Outputs([bound(words.numel(), words.itemsize, BLOCK)], self.device)
+        size = backend.encode_rows(words, _WIDTH, 0, first, "cascade", BLOCK, out.views()[0])
         payload = out.views()[0][:size]
-        self.compare(f"encode_rows of {name}", label, [_bytes(payload)])
+        self.compare(f"encode_rows of {name}", label, [raw(payload)])
         decoded = Outputs([words.nbytes], self.device)
         (target,) = decoded.views(dtype)
-        backend.decode_rows(payload, _BLOCK, target, _WIDTH, 0, first)
+        backend.decode_rows(payload, BLOCK, target, _WIDTH, 0, first)
         backend.copy_rows(target, _WIDTH, repeats, sources[~own])
-        self.compare(f"decode_rows or copy_rows of {name}", label, decoded, [_bytes(words)])
+        self.compare(f"decode_rows or copy_rows of {name}", label, decoded, [raw(words)])
         if hasattr(backend, "encode_rounded"):
-            size = backend.encode_rows(words, _WIDTH, 0, first, "cascade", _BLOCK, out.views()[0], _MANTISSA)
-            self.compare(f"encode_rows of {name}, rounded", label, [_bytes(out.views()[0][:size])])
-            backend.decode_rows(out.views()[0][:size], _BLOCK, target, _WIDTH, 0, first, rounded=dtype != torch.float32)
+            size = backend.encode_rows(words, _WIDTH, 0, first, "cascade", BLOCK, out.views()[0], _MANTISSA)
+            self.compare(f"encode_rows of {name}, rounded", label, [raw(out.views()[0][:size])])
+            backend.decode_rows(out.views()[0][:size], BLOCK, target, _WIDTH, 0, first, rounded=dtype != torch.float32)
             self.compare(f"decode_rows of {name}, rounded", label, decoded)
         others = first.flip(0).contiguous()
         factors = backend.row_factors(words, _WIDTH, first, others)
-        self.compare(f"row_sums_{name}", label, [_bytes(factors)])
+        self.compare(f"row_sums_{name}", label, [raw(factors)])
         usable = factors != 0
         predicted = Outputs([int(usable.sum()) * matrix.shape[1]], self.device)
         backend.predict_rows(words, _WIDTH, others[usable], factors[usable], predicted.views(dtype)[0])
@@ -287,24 +286,24 @@ class Cases:
 
     def rounded(self, dtype: torch.dtype) -> None:
         backend, name = cast(LossyBackend, self.backend), NAMES[dtype]
-        given = self._given(dtype)
+        given = self.given(dtype)
         words = Outputs([one.words.nbytes for one in given], self.device)
         for one, place in zip(given, words.views(dtype), strict=True):
             backend.round_words(one.words, _MANTISSA, place)
         self.compare(f"round_{name}", given, words)
 
         def encode(given: Sequence[Input], outs: list[torch.Tensor]) -> list[int]:
-            return [size for size, _ in backend.encode_rounded([one.words for one in given], _MANTISSA, _BLOCK, outs)]
+            return [size for size, _ in backend.encode_rounded([one.words for one in given], _MANTISSA, BLOCK, outs)]
 
         def decode(one: Input, payload: torch.Tensor, words: torch.Tensor) -> None:
-            (self.backend.decode if dtype == torch.float32 else backend.decode_rounded)(payload, _BLOCK, words)
+            (self.backend.decode if dtype == torch.float32 else backend.decode_rounded)(payload, BLOCK, words)
 
-        payloads = self._encode(f"encode_{name}_rounded", given, _BLOCK, encode)
+        payloads = self._encode(f"encode_{name}_rounded", given, BLOCK, encode)
         self._decode(f"decode_{name}_rounded", given, payloads, decode, words.read()[0])
         if dtype != torch.float32:
             self._added(
                 f"decode_{name}_rounded", given[::4], words.views(dtype)[::4],
-                lambda at, sums: backend.decode_rounded(payloads[4 * at], _BLOCK, sums, dtype),
+                lambda at, sums: backend.decode_rounded(payloads[4 * at], BLOCK, sums, dtype),
             )  # fmt: skip
 
     def scaled(self, dtype: torch.dtype, codec: ScaledCodec) -> None:
@@ -372,7 +371,7 @@ class Cases:
                 partial(lambda dtype, _, sums: backend.multiply(p, q, sums, dtype), dtype),
             )
         backend.orthonormalize(p)
-        self.compare("orthonormalize", [one], [_bytes(p.view(-1))])
+        self.compare("orthonormalize", [one], [raw(p.view(-1))])
 
     def _added(
         self, kernel: str, given: Sequence[Input], values: Sequence[torch.Tensor], add: Callable[[int, torch.Tensor], None]
@@ -382,7 +381,7 @@ class Cases:
             sums, right = words.clone(), words.cpu().clone()
             add(place, sums)
             plain_sums.add(words.cpu(), right)
-            self.compare(f"{kernel} added", [one], [_settled(sums.cpu())], [_settled(right)])
+            self.compare(f"{kernel} added", [one], [settled(sums.cpu())], [settled(right)])
 
     def _finite(self, dtype: torch.dtype) -> list[Input]:
         """Finite inputs."""
@@ -390,12 +389,8 @@ class Cases:
         return [one._replace(number=number) for number, one in enumerate(given[: 1 if self.short else None])]
 
 
-def _bytes(words: torch.Tensor) -> Bytes:
-    return cast(Bytes, words.cpu().view(torch.uint8).numpy())
-
-
-def _settled(sums: torch.Tensor) -> Bytes:
-    return _bytes(sums if sums.dtype == torch.bfloat16 else sums.masked_fill(sums.isnan(), torch.nan))
+def settled(sums: torch.Tensor) -> Bytes:
+    return raw(sums if sums.dtype == torch.bfloat16 else sums.masked_fill(sums.isnan(), torch.nan))
 
 
 def _difference(got: Bytes, wanted: Bytes) -> str:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from ds_zipccl import tensors
+from ds_zipccl.frame import CHUNK_BLOCKS
 
 Bytes = npt.NDArray[np.uint8]
 #: Of each dtype: its name in those of kernels, exponent bits, mantissa bits, numpy's word.
@@ -40,9 +41,11 @@ GIVEN = (
     ("zeros", 0, 0),
 )
 #: Elements of the one input of many chunks.
-LARGE = (1 << 17) + 1
+LARGE = 5 * (NUMEL - 1) + 1
 _NUMEL = NUMEL + 15  # so that each row begins at a multiple of 16 bytes
 GUARD = 0x5C
+#: Words of a block of most payloads.
+BLOCK = 1024
 _GUARDS = 64
 
 
@@ -67,6 +70,7 @@ def _draws() -> npt.NDArray[np.uint64]:
         return draws
 
 
+@functools.cache
 def _field(shift: int, bits: int) -> npt.NDArray[np.int64]:
     """Bits of the draws as numbers."""
     field: npt.NDArray[np.int64] = (_draws() >> np.uint64(shift)).astype(np.int64) & ((1 << bits) - 1)
@@ -81,17 +85,19 @@ def _textures(dtype: torch.dtype) -> npt.NDArray[Any]:
     middle = 1 << (exponent - 1)
 
     def with_exponents(words: npt.NDArray[Any], exponents: npt.NDArray[np.int64]) -> npt.NDArray[Any]:
-        found: npt.NDArray[Any] = words & (sign | low) | (exponents.clip(0, most) << mantissa).astype(word)
+        found: npt.NDArray[Any] = words & (sign | low) | (
+            np.minimum(np.maximum(exponents, 0), most) << mantissa
+        ).astype(word)
         return found
 
-    normal = with_exponents(drawn, (middle - _field(40, 2) * _field(42, 2) + (_field(44, 3) == 0)).clip(1))
+    normal = with_exponents(drawn, np.maximum(middle - _field(40, 2) * _field(42, 2) + (_field(44, 3) == 0), 1))
     zeros, fill = np.zeros(_NUMEL, word), np.full(_NUMEL, normal[1], word)
     special = with_exponents(np.where(_field(46, 1), drawn, drawn & ~low), _field(47, 1) * most)
     sparse = np.where(_field(48, 2), drawn & sign, normal)
     spread = with_exponents(drawn, middle - _field(50, 2) - _field(52, 2) - _field(54, 3))
     trimmed = normal & ~word(low >> (mantissa // 2))
-    several = np.stack((normal, sparse, special, spread, zeros, trimmed, fill, drawn))
-    mixed = several[np.arange(_NUMEL) // 1024 % len(several), np.arange(_NUMEL)]
+    several = normal, sparse, special, spread, zeros, trimmed, fill, drawn
+    mixed = np.concatenate([several[at // BLOCK % len(several)][at : at + BLOCK] for at in range(0, _NUMEL, BLOCK)])
     return np.stack((mixed, normal, zeros, fill, special, drawn))
 
 
@@ -126,14 +132,24 @@ def inputs(dtype: torch.dtype, device: torch.device, short: bool = False) -> lis
 
 def forget() -> None:
     """Free the memory of all inputs."""
-    _on.cache_clear()
-    _draws.cache_clear()
+    for made in (_on, _field, _draws):
+        made.cache_clear()
 
 
 def large(device: torch.device) -> list[Input]:
     """One input of many chunks, as bfloat16."""
     words, bases = (row[0].repeat(-(-LARGE // _NUMEL))[:LARGE] for row in _on(torch.bfloat16, device))
     return [Input(len(GIVEN), f"{LARGE:,} words (mixed) at offset 0", words, bases, 0)]
+
+
+def bound(numel: int, itemsize: int, block: int) -> int:
+    """Bytes of a payload at most, of any code."""
+    chunks = -(-numel // (block * CHUNK_BLOCKS))
+    return 16 + numel * itemsize + chunks * (4 + 5 * CHUNK_BLOCKS + 16)
+
+
+def raw(words: torch.Tensor) -> Bytes:
+    return cast(Bytes, words.cpu().view(torch.uint8).numpy())
 
 
 class Outputs:

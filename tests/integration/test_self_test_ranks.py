@@ -1,0 +1,117 @@
+"""Jobs in which kernels of one rank do not pass the self-test: they train with the bits of plain communication, and say why."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import shim
+from engines import SOURCES, ZERO3, Lab, bits, rank_program
+from programs import launch, reference
+
+from ds_zipccl import kernels
+from ds_zipccl.kernels import self_test
+
+SECTION = {
+    "enabled": True,
+    "mode": "always",
+    "min_bytes": 1024,
+    "nccl": "on",
+    "nccl_min_bytes": 4096,
+    "reduction": "match",
+}
+#: As emulated kernels are slow.
+SIZES = {"VOCABULARY": 128, "WIDTH": 128}
+
+
+def trained(lab: Lab, stage: int) -> None:
+    lab.train_phase(lab.engine(zero=ZERO3 if stage == 3 else {"stage": stage}), 3, "trained", {})
+
+
+CASES = {f"zero{stage}": functools.partial(trained, stage=stage) for stage in (2, 3)}
+
+
+class Wrong:
+    """A backend that gets one bit of its payloads wrong."""
+
+    def __init__(self, good: Any) -> None:
+        self.good = good
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.good, name)
+
+    def encode(self, segments: Any, code: str, block: int, outs: Any) -> list[int]:
+        sizes: list[int] = self.good.encode(segments, code, block, outs)
+        for size, out in zip(sizes, outs, strict=True):
+            out[size // 2] ^= 1
+        return sizes
+
+
+def plant(names: list[str]) -> None:
+    """From now on these backends of this process are wrong."""
+    for name in names:
+        load = kernels.ROUTES["cpu"][name]
+
+        def wrong(name: str = name, load: Any = load) -> Any:
+            planted: Any = Wrong(load())
+            return self_test.proven(lambda: planted, name, f"planted {os.getpid()}".encode())
+
+        kernels.ROUTES["cpu"][name] = wrong
+
+
+OFF = (
+    "[ds_zipccl] coding is off: ranks [1] have no kernels for CPU tensors, and every call stays plain on all ranks; rank 1: no "
+    "kernels for cpu tensors here."
+)
+#: What is planted in rank 1, the backend of its group, and the start of the lines that rank 0 prints; None: coded on all ranks.
+JOBS: dict[str, tuple[list[str], str, str | None]] = {
+    "another backend takes over": (["native"], "", None),
+    "no backend of CPUs": (
+        ["native", "numba"], "",
+        f"{OFF} native: SelfTestError: encode_bf16_cascade, 16,385 words (mixed) at offset 1: ",
+    ),
+    "no kernels of a device": (
+        ["emulated"], shim.NAME,
+        f"{OFF} emulated: SelfTestError: encode_bf16_cascade, 16,385 words (mixed) at offset 1: ",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "job",
+    [
+        pytest.param(job, marks=pytest.mark.full(reason="others are alike")) if "CPUs" not in job else job
+        for job in JOBS
+    ],
+)
+def test_wrong_kernels_of_one_rank(job: str, tmp_path: Path) -> None:
+    names, backend, said = JOBS[job]
+    if backend:
+        shim.build()
+    folders = tmp_path / "plain", tmp_path / "coded"
+    for folder in folders:
+        folder.mkdir()
+    plain = reference(__file__, 2, folders[0], *CASES, sources=SOURCES)
+    environment = {"DS_ZIPCCL": json.dumps(SECTION), "PLANT": " ".join(names), "BACKEND": backend}
+    coded = launch(__file__, 2, folders[1], *CASES, **environment)
+    output = (folders[1] / "rank0.txt").read_text()
+    for case in CASES:
+        assert bits(coded[case]) == bits(plain[case]), case
+        calls = [
+            sum(row["calls"] for phase in rank["phases"] for row in phase["rows"].values()) for rank in coded[case]
+        ]
+        assert all(calls) if said is None else not any(calls), calls
+    lines = [line for line in output.splitlines() if line.startswith("[ds_zipccl")]
+    assert lines[0].startswith(said or "[ds_zipccl] rows is off: ranks [1] have no kernels of row frames"), output
+
+
+if __name__ == "__main__":
+    if os.environ.get("BACKEND"):
+        shim.install()
+    if os.environ.get("PLANT") and os.environ["RANK"] == "1":
+        plant(os.environ["PLANT"].split())
+    rank_program(CASES, os.environ.get("BACKEND") or None, sizes=SIZES)
