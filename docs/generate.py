@@ -364,6 +364,7 @@ SECTIONS: dict[str, Section] = {
     "forecast_nccl": modelled.forecast,
     "gpu": measured.gpu,
     "instructions": measured.instructions,
+    "nccl_counts": modelled.counts,
     "nccl_operations": modelled.operations,
     "nccl_steps": modelled.steps,
     "plan_clusters": modelled.clusters,

@@ -67,6 +67,30 @@ def operations(page: Path) -> str:
     return f"{about}\n\n{table(head, rows)}"
 
 
+#: What is counted -> its key in the rows of :mod:`ds_zipccl.benchmarks.comm.counted`, and its format.
+_COUNTED = {
+    "host waits a step": ("waits_step", "d"),
+    "host waits a bucket": ("waits_bucket", "d"),
+    "fragments a layer": ("fragments_layer", "d"),
+    "exchanges a bucket": ("collectives_bucket", "d"),
+    "calls of kernels a layer": ("launches_layer", "d"),
+    "calls of kernels a bucket": ("launches_bucket", "d"),
+    "GB that a node sends to others": ("sent_gb", ".1f"),
+    "the same by NCCL's rings": ("plain_gb", ".1f"),
+    "staging buffers, MiB": ("staging_mib", ".0f"),
+}
+
+
+def counts(page: Path) -> str:
+    """What a step of ZeRO-3 asks of NCCL groups, before schedules became coarse and now."""
+    before, now = results("nccl_counts_before"), results("nccl_counts")
+    places = [f"{row['nodes']} x {row['each']}" for row in now["rows"]]
+    heads = [f"{place}, {when}" for place in places for when in ("fine", "now")]
+    pairs = [one for both in zip(before["rows"], now["rows"], strict=True) for one in both]
+    rows = ((name, *(f"{row[key]:{form}}" for row in pairs)) for name, (key, form) in _COUNTED.items())
+    return f"{provenance(now)}\n\n{table(('a step of 7B', *heads), rows)}"
+
+
 _STEP = "plan --params 7e9 --gpus 32 --gpus-per-node 8 --zero {stage} --network --gpu-profile assumed-1.0{more}"
 #: Ratio of differences in the tables of steps: between those of the peak rate and of its decay.
 _RATIO = 8
