@@ -365,6 +365,7 @@ SECTIONS: dict[str, Section] = {
     "gpu": measured.gpu,
     "instructions": measured.instructions,
     "nccl_counts": modelled.counts,
+    "nccl_gains": modelled.gains,
     "nccl_operations": modelled.operations,
     "nccl_steps": modelled.steps,
     "plan_clusters": modelled.clusters,

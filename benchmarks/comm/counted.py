@@ -25,7 +25,7 @@ from ds_zipccl.comm.group_state import group_state
 from ds_zipccl.comm.transport import COLLECTIVE_TRANSPORTS
 from ds_zipccl.config import ZipcclConfig
 from ds_zipccl.kernels.cuda.jobs import frame_bytes
-from ds_zipccl.policy import admission
+from ds_zipccl.policy import admission, wire
 from ds_zipccl.policy.cost_model import GATHER, RATIO, SUM
 from ds_zipccl.telemetry import counters
 
@@ -35,6 +35,8 @@ EMBEDDINGS = (32_000 * 4096,) * 2
 LAYERS, BUCKET = 32, 500_000_000
 #: Nodes and GPUs of a node.
 TOPOLOGIES = ((2, 8), (4, 8))
+#: Bytes of a GPU's memory, and those that are free after the first step.
+MEMORY = 80 << 30, 20 << 30
 BACKEND, DEVICE = "fake", torch.device("cpu")
 CONFIG = ZipcclConfig(enabled=True, mode="always", nccl="on", reduction="fp32")
 
@@ -102,6 +104,7 @@ def _world(nodes: int, each: int, counting: Counting) -> Iterator[None]:
         state = group_state(None)
         assert state is not None  # this process is in the default group
         state.nodes = [list(ranks) for ranks in counting.nodes]
+        state.device_staging[DEVICE.type] = wire.device_staging(*MEMORY)
         yield
     finally:
         dist.destroy_process_group()
