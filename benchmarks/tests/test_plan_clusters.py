@@ -85,8 +85,8 @@ def test_fitted_parameters_are_options(tmp_path: Path) -> None:
     """The command for one run predicts the cell of that run."""
     found = planned(tmp_path, "--clusters")
     (cell,) = [row for row in found["rows"] if (row["links"], row["size"]) == (2, "138B")]
-    words = "--params 138e9 --gpus 384 --gpus-per-node 16 --dtype fp16 --ratio 1.2 --network 2x100gbit/node --live 0 --tokens 2048 --hop 0".split()
-    fit = [f"--path={found['fit']['path']}", f"--tflops={found['fit']['tflops']}"]
+    words = "--params 138e9 --gpus 384 --gpus-per-node 16 --dtype fp16 --ratio 1.2 --network 2x100gbit/node --live 0 --tokens 2048".split()
+    fit = ["--hop=0", f"--path={found['fit']['path']}", f"--tflops={found['fit']['tflops']}"]
     plain, _ = planned(tmp_path, *words, *fit)["steps"]
     assert plain["variant"] == "plain" and plain["tflops"] == pytest.approx(cell["predicted"])
     assert plain["exposed"] == pytest.approx(cell["exposed"])
