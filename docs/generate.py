@@ -369,6 +369,8 @@ SECTIONS: dict[str, Section] = {
     "forecast_nccl": modelled.forecast,
     "gpu": measured.gpu,
     "instructions": measured.instructions,
+    "nccl_counts": modelled.counts,
+    "nccl_gains": modelled.gains,
     "nccl_operations": modelled.operations,
     "nccl_steps": modelled.steps,
     "plan_clusters": modelled.clusters,

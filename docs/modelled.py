@@ -16,6 +16,7 @@ from measured import picture, provenance, results, table
 
 from ds_zipccl.__main__ import PROGRAM, parse
 from ds_zipccl.cli.planning.speeds import ASSUMED, NETWORKS, network
+from ds_zipccl.policy import cost_model
 from ds_zipccl.policy.cost_model import (
     GATHER,
     NOMINAL_BYTES,
@@ -65,6 +66,59 @@ def operations(page: Path) -> str:
     )
     head = ("a node", "network", "plain, ms", "gather", "sum in one level", "sum in two levels")
     return f"{about}\n\n{table(head, rows)}"
+
+
+#: Nodes and GPUs of a node: the columns of the table of gains.
+_GROUPS = ((2, 8), (4, 8), (16, 8), (128, 8), (2, 1), (16, 1))
+
+
+def gains(page: Path) -> str:
+    """What mode auto codes on each network, and by how many times it is faster."""
+    rows = []
+    for name in NETWORKS:
+        cells = []
+        for nodes, each in _GROUPS:
+            topology, profile = Topology(nodes, each), DeviceProfile(_speed(name))
+            moves = cost_model.moves_may_gain(topology, profile)
+            least = cost_model.least_bytes(topology, profile, waits=0) if moves else 0.0
+            sums = cost_model.sums_of(topology, profile) == "fp32"
+            found = [
+                plain_seconds(kind, 1e9, topology, profile) / coded_seconds(kind, 1e9, topology, profile)
+                for kind in (GATHER, SUM)
+            ]
+            parts = [f"gathers from {least / 1e6:.3g} MB on, {found[0]:.2f}"] * moves + [f"sums {found[1]:.2f}"] * sums
+            cells.append("; ".join(parts) or "nothing")
+        rows.append((name, *cells))
+    about = (
+        f"{MODEL} What mode auto codes on nodes x GPUs, and by how many times an operation of 1 GB is faster than NCCL's, with a codec of "
+        f"{cost_model.CODEC / 1e12:g} TB/s (assumed). A test judges these choices with latencies x 0.5 and x 2, networks and codecs x "
+        "0.7 and x 1.4: none is below 0.97 of the plain collective."
+    )
+    return f"{about}\n\n{table(('network', *(f'{nodes} x {each}' for nodes, each in _GROUPS)), rows)}"
+
+
+#: What is counted -> its key in the rows of :mod:`ds_zipccl.benchmarks.comm.counted`, and its format.
+_COUNTED = {
+    "host waits a step": ("waits_step", "d"),
+    "host waits a bucket": ("waits_bucket", "d"),
+    "fragments a layer": ("fragments_layer", "d"),
+    "exchanges a bucket": ("collectives_bucket", "d"),
+    "calls of kernels a layer": ("launches_layer", "d"),
+    "calls of kernels a bucket": ("launches_bucket", "d"),
+    "GB that a node sends to others": ("sent_gb", ".1f"),
+    "the same by NCCL's rings": ("plain_gb", ".1f"),
+    "staging buffers, MiB": ("staging_mib", ".0f"),
+}
+
+
+def counts(page: Path) -> str:
+    """What a step of ZeRO-3 asks of NCCL groups, before schedules became coarse and now."""
+    before, now = results("nccl_counts_before"), results("nccl_counts")
+    places = [f"{row['nodes']} x {row['each']}" for row in now["rows"]]
+    heads = [f"{place}, {when}" for place in places for when in ("fine", "now")]
+    pairs = [one for both in zip(before["rows"], now["rows"], strict=True) for one in both]
+    rows = ((name, *(f"{row[key]:{form}}" for row in pairs)) for name, (key, form) in _COUNTED.items())
+    return f"{provenance(now)}\n\n{table(('a step of 7B', *heads), rows)}"
 
 
 _STEP = "plan --params 7e9 --gpus 32 --gpus-per-node 8 --zero {stage} --network --gpu-profile assumed-1.0{more}"

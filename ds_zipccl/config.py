@@ -156,9 +156,10 @@ class ZipcclConfig:
     ] = 4194304
     staging_mib: Annotated[
         int,
-        Within(1, _MIB),
-        "MiB of memory for the frames of each operation in flight; a larger message goes in fragments that fit.",
-    ] = 64
+        Within(0, _MIB),
+        "MiB of memory for the frames of each operation in flight; a larger message goes in fragments that fit. 0: 64; on NCCL groups, "
+        "from the second optimizer step on, the least over all ranks of 1,024 MiB, 1.5% of the GPU's memory and 10% of what is free then.",
+    ] = 0
     route: Annotated[
         Literal["auto", "native", "numba", "cupy"],
         "Kernels: native (C++ and CUDA, compiled at first use), numba (CPU tensors; no repeated rows, no lossy codecs), cupy (CUDA "
@@ -199,6 +200,11 @@ class ZipcclConfig:
             raise ConfigError("\n".join(problems))
         for name, value in vars(self).items():  # a copy too: the caller may change its own dict
             object.__setattr__(self, name, json.loads(json.dumps(value)))
+
+    @property
+    def staging(self) -> int:
+        """Bytes of memory for the frames of an operation; on NCCL groups the ranks may agree on others in place of the default."""
+        return (self.staging_mib or 64) << 20
 
     def mode_of(self, role: str) -> str:
         """Return the mode of a role: its own, else the mode of the section."""

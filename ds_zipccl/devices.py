@@ -36,6 +36,9 @@ class Runtime(Protocol):
     def cudart(self) -> Any:
         """Return the functions of the CUDA runtime; ``cudaHostRegister`` and ``cudaHostUnregister`` are two of them."""
 
+    def mem_get_info(self, device: torch.device) -> tuple[int, int]:
+        """Return the bytes of memory of ``device`` that are free, and all."""
+
     def get_device_properties(self, device: torch.device) -> Any:
         """Return the properties of ``device``; ``multi_processor_count`` is one of them."""
 

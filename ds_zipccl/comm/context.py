@@ -119,7 +119,7 @@ class OpContext(Call):
     def fragment_numel(self, numel: int, itemsize: int, exchanges: int) -> int:
         """Return the elements of each fragment of a tensor of ``numel`` elements, with ``exchanges`` exchanges in flight. The last
         fragment may be shorter."""
-        return wire.fragment_numel(numel, itemsize, self.size, (self.config.staging_mib << 20) // exchanges)
+        return wire.fragment_numel(numel, itemsize, self.size, self.config.staging // exchanges)
 
     def working(self) -> AbstractContextManager[None]:
         """Return a context for the work on the operation's tensors, in any thread. Its end blocks until the work is done on a device too.

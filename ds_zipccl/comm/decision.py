@@ -181,9 +181,7 @@ def decide_message(op: str, tensor: torch.Tensor, state: GroupState, config: Zip
     if config.mode_of(role) != "auto":
         return admitted
     profile = link_profile(state, tensor.device.type)
-    if profile is not None and not cost_model.send_may_gain(
-        tensor.nbytes, tensor.dtype, profile, config.staging_mib << 20
-    ):
+    if profile is not None and not cost_model.send_may_gain(tensor.nbytes, tensor.dtype, profile, config.staging):
         return Decision.passing(PassReason.LINK_IS_FASTER)
     return admitted
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from datetime import timedelta
 from itertools import count
 from typing import Any, TypeVar, cast
@@ -41,6 +42,10 @@ class GroupState:
         self.device_sums = "fp32"
         #: Of groups in stream order, by device and backend.
         self.device_profiles: dict[tuple[str, str], DeviceProfile] = {}
+        #: Of the default group: bytes of the staging buffers by device, where the config names none; see :mod:`.device.reserve`.
+        self.device_staging: dict[str, int] = {}
+        #: Of the default group: some rank could not reserve them.
+        self.unreserved = False
         #: See :meth:`.transport.protocol.Transport.ask_flushing`; None before the first sum.
         self.flushing: Callable[[], Sequence[bool]] | None = None
         #: By the name of the kernel backend: why ranks lack the kernels of row frames. Asked by the first operation that may have rows.
@@ -211,3 +216,13 @@ def device_profile(device: str) -> DeviceProfile | None:
     measurement, see :func:`.device.choice.settle`."""
     world = group_state(None)
     return world.device_profiles.get((device, world.backend(device))) if world else None
+
+
+def group_profile(group: dist.ProcessGroup, profile: DeviceProfile) -> DeviceProfile:
+    """Return the profile of a group, of that of the default group: the other ranks of its nodes have groups like this one, and use their
+    part of the network at the same time. Nodes are known, or the profile stays."""
+    own, whole = group_nodes(group), group_nodes(resolve_group(None))
+    if not own or not whole:
+        return profile
+    part = max(map(len, own)) / max(map(len, whole))
+    return replace(profile, network=part * profile.network)

@@ -182,6 +182,12 @@ class PassReason(Enum):
         "All ranks of the NCCL group are on one node, and reach each other without a network: coding would take longer than sending.",
         'None is needed. `"mode": "always"` codes the message all the same, to compare.',
     )
+    NO_MEMORY = (
+        "no memory for staging buffers",
+        "After the first optimizer step some rank could not reserve the memory for frames on its GPU, which all ranks had agreed on. All "
+        "calls on NCCL groups are plain from then on: a rank that ran out of memory inside a coded call would leave the others waiting.",
+        "Set `staging_mib` to a smaller number, or free memory of the GPU.",
+    )
     ONE_QUEUE = (
         "one hardware queue",
         "`CUDA_DEVICE_MAX_CONNECTIONS` is 1 on some rank: all streams share one queue of the device, so that coded gathers and all-to-alls "

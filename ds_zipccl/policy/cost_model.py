@@ -205,7 +205,7 @@ def _exchange(
     if not traffic.once:
         decode += (ranks - 2) * frame / (profile.add if traffic.sums else profile.decode)
     if fragment is None:
-        fragment = _fragment_bytes(int(frame), _ITEMSIZE, ranks, DEFAULT.staging_mib << 20)
+        fragment = _fragment_bytes(int(frame), _ITEMSIZE, ranks, DEFAULT.staging)
     shown = min(1.0, fragment / frame) if frame else 1.0  # the part of a frame that nothing hides
     first, last = shown * frame / profile.encode, shown * decode
     # the source of a broadcast only compresses, and the other ranks only decompress
@@ -354,16 +354,26 @@ NVLINK, PCIE = 370e9, 22e9
 HOST_BUS = 50e9
 #: Bytes of words a second of the codec (seed: the goal of the kernels on an H100; measured at the start of a job).
 CODEC = 1e12
-#: Seconds (seed): launches of an operation's pieces; a size agreement, for which the host waits; messages of an exchange between ranks.
-LAUNCH_S, AGREEMENT_S, EXCHANGE_S = 30e-6, 80e-6, 50e-6
-#: Pieces of an operation, as :data:`ds_zipccl.policy.wire.DEVICE_FRAGMENTS`.
-PIECES = 4
-#: Least bytes of a piece where there are several, as :data:`ds_zipccl.policy.wire.DEVICE_FRAGMENT_BYTES`.
-PIECE_BYTES = 16 << 20
+#: Seconds (seed): the host for each collective of a schedule, with its kernels; an agreement on sizes, for which the host waits; an
+#: exchange of up to EXCHANGED ranks, for its messages.
+LAUNCH_S, AGREEMENT_S, EXCHANGE_S, EXCHANGED = 120e-6, 80e-6, 50e-6, 64
+#: Seconds of a step of a ring to the next node, and to the next rank inside a node (seed: those of NCCL's src/graph/tuning.cc for rings
+#: with protocol Simple. With 8 ranks a node they are 38 us for each further node; SimAI's tables imply 41).
+HOP_S, STEP_S = 14e-6, 3.4e-6
+#: A fragment takes as many times as long as its latency, at least (seed: fewer fragments hide less of the codec).
+LATENCIES = 4
+#: Bytes of the staging buffers that the model assumes: those that a GPU with 70 GB and more has by default.
+STAGING = 1 << 30
 #: Bytes of the operation by which a job's schedules are chosen (seed: between DeepSpeed's prefetches, 100 MB, and its buckets, 1 GB).
 NOMINAL_BYTES = 256e6
-#: A schedule must be predicted to be faster than the plain collective by this factor (seed: above the error of the model).
-GAINING = 1.05
+#: Moves must be predicted to be faster than the plain collective by this factor, and sums, which are chosen once, by the second (seed:
+#: above the error of the model).
+GAINING, SUMS_GAINING = 1.05, 1.3
+#: By how many times delays and the network may be off, and the codec slower (seed: of measurements on idle streams). With any of these
+#: speeds a schedule that is chosen must not be slower than the plain collective.
+DOUBTS, CODEC_DOUBT = ((0.5, 0.7), (0.5, 1.4), (2.0, 0.7), (2.0, 1.4)), 0.7
+#: Bytes of the sums that must gain (seed: buckets of DeepSpeed that are set to "auto" in a model of 7B, and those of its default).
+SUMS_BYTES = (64e6, NOMINAL_BYTES, 1e9)
 #: Bytes a second of a node's network cards above which moves are plain (seed: between 8 x 200 Gbit/s, where gathers gain, and 8 x 400
 #: Gbit/s, where decoding takes as much of the computing as the shorter gathers give).
 FAST_NODE = 250e9
@@ -403,10 +413,10 @@ class DeviceProfile:
     """The speeds of the slowest rank of a group, in bytes a second, and its delays in seconds.
 
     ``network``: all network cards of a node together, each way. ``inside``: one rank, to the ranks of its node. ``encode``, ``decode``:
-    words of one rank. ``launch``, ``agreement``, ``exchange``: see :data:`LAUNCH_S`.
+    words of one rank. ``launch``, ``agreement``, ``exchange``: see :data:`LAUNCH_S`. ``hop``, ``step``: see :data:`HOP_S`.
 
     Raises:
-        ValueError: a number is not finite or not above 0.
+        ValueError: a number is not finite or not above 0 (``hop`` and ``step`` may be 0).
     """
 
     network: float
@@ -416,19 +426,95 @@ class DeviceProfile:
     launch: float = LAUNCH_S
     agreement: float = AGREEMENT_S
     exchange: float = EXCHANGE_S
+    hop: float = HOP_S
+    step: float = STEP_S
 
     def __post_init__(self) -> None:
-        wrong = {one.name: value for one in fields(self) if not 0 < (value := getattr(self, one.name)) < math.inf}
+        found = {one.name: getattr(self, one.name) for one in fields(self)}
+        wrong = {
+            name: one
+            for name, one in found.items()
+            if not 0 <= one < math.inf or (not one and name not in ("hop", "step"))
+        }
         if wrong:
             raise ValueError(f"a profile has finite numbers above 0, got {wrong}; measure again")
+
+    def doubted(self, delays: float, network: float, codec: float = CODEC_DOUBT) -> DeviceProfile:
+        """Return the profile with delays and speeds so many times as large."""
+        found = asdict(self)
+        for name in ("launch", "agreement", "exchange", "hop", "step"):
+            found[name] *= delays
+        return DeviceProfile(**{**found, "network": network * self.network, **{
+            name: codec * found[name] for name in ("encode", "decode")
+        }})  # fmt: skip
+
+
+#: Stands for a profile where nothing was measured: fragments are cut by it (seed: 400 Gbit/s a node).
+UNMEASURED = DeviceProfile(50e9)
+
+
+def ring_latency(topology: Topology, profile: DeviceProfile) -> float:
+    """Return the seconds of a ring of all ranks without its bytes."""
+    return (topology.nodes - 1) * profile.hop + (topology.ranks - topology.nodes) * profile.step
+
+
+def hop_of(points: Sequence[tuple[float, float]], topology: Topology) -> float:
+    """Return the seconds of a step of a ring to the next node, from points (bytes, seconds) of gathers: what they take without their bytes
+    and the steps inside nodes. That of :data:`HOP_S` where there is one point alone."""
+    if len(points) < 2:
+        return HOP_S
+    nbytes, seconds = points[-1]
+    left = seconds - nbytes / slope(points) - (topology.ranks - topology.nodes) * STEP_S
+    return max(0.0, left) / (topology.nodes - 1)
+
+
+def exchange_latency(topology: Topology, profile: DeviceProfile) -> float:
+    """Return the seconds of an exchange of all ranks without its bytes: every rank has a message for every other one, which may be
+    empty."""
+    return profile.exchange * max(1.0, topology.ranks / EXCHANGED)
+
+
+def least_fragment(kind: str, topology: Topology, profile: DeviceProfile) -> int:
+    """Return the bytes of words, of all ranks, below which the latency of a fragment counts. ``kind``: :data:`GATHER` or :data:`SUM`."""
+    if kind == GATHER:
+        slowest = min(_hops(topology, profile), default=0.0)
+        return int(LATENCIES * ring_latency(topology, profile) * slowest * RATIO[kind])
+    return int(LATENCIES * exchange_latency(topology, profile) * profile.network / topology.each * RATIO[kind])
+
+
+def _hops(topology: Topology, profile: DeviceProfile) -> list[float]:
+    return [profile.network] * (topology.nodes > 1) + [profile.inside] * (topology.each > 1)
 
 
 def plain_seconds(kind: str, nbytes: float, topology: Topology, profile: DeviceProfile) -> float:
     """Return the seconds of NCCL's own collective. ``kind``: :data:`GATHER`, :data:`SUM` or :data:`ALL_TO_ALL`; ``nbytes``: as there."""
     if kind == ALL_TO_ALL:
-        return _all_to_all_wire(nbytes, topology, profile)
-    hops = [profile.network] * (topology.nodes > 1) + [profile.inside] * (topology.each > 1)
-    return nbytes * (topology.ranks - 1) / topology.ranks / min(hops, default=math.inf)
+        return exchange_latency(topology, profile) + _all_to_all_wire(nbytes, topology, profile)
+    latency = ring_latency(topology, profile)
+    if topology.each == 1:  # NCCL has a tree there, since 2.23
+        latency = math.ceil(math.log2(topology.ranks)) * profile.hop
+    return latency + _ring_wire(nbytes, topology, profile)
+
+
+def _ring_wire(nbytes: float, topology: Topology, profile: DeviceProfile) -> float:
+    return nbytes * (topology.ranks - 1) / topology.ranks / min(_hops(topology, profile), default=math.inf)
+
+
+def fragments(kind: str, nbytes: float, topology: Topology, profile: DeviceProfile) -> tuple[int, int]:
+    """Return the agreements of an operation of bf16, and the fragments between two of them, that the schedules cut with staging buffers of
+    STAGING bytes. A gather has one agreement, or none. ``profile``: the one by which they cut."""
+    from ds_zipccl.policy import wire  # imports torch, which `plan --help` does not need
+
+    least, numel = least_fragment(kind, topology, profile), max(1, int(nbytes / _ITEMSIZE / topology.ranks))
+    if kind == GATHER:
+        each = _ITEMSIZE * topology.ranks
+        return 1, wire.device_fragments(numel * each, wire.FRAGMENT_UNIT * each, STAGING, least)
+    nodes, local_ranks = (topology.nodes, topology.each) if topology.levels else (topology.ranks, 1)
+    step, rows = numel, 0
+    if local_ranks > 1:
+        step, rows = wire.sum_step(numel, _ITEMSIZE, nodes, local_ranks, STAGING, adjacent=True)
+    left = STAGING - rows * step * _ITEMSIZE
+    return -(-numel // step), -(-step // wire.device_sum_fragment(step, _ITEMSIZE, nodes, left, least))
 
 
 def coded_seconds(
@@ -440,32 +526,40 @@ def coded_seconds(
     *,
     waits: int = 0,
     two_levels: bool = True,
-    pieces: int = PIECES,
+    cut_by: DeviceProfile | None = None,
 ) -> float:
     """Return the seconds of our schedule.
 
     Args:
         kind, nbytes: as for :func:`plain_seconds`.
         ratio: words over frames, that of bf16 if None.
-        waits: agreements of a gather: 0 where sizes are agreed ahead, otherwise 1. Sums and exchanges always have one.
+        waits: agreements of a gather: 0 where sizes are agreed ahead, otherwise 1. Sums and exchanges always have some.
         two_levels: sums go inside the nodes first where :attr:`Topology.levels` is true; otherwise by an exchange of all ranks.
-        pieces: pieces of the operation.
+        cut_by: the profile by which the job cuts its fragments, ``profile`` if None.
     """
     ratio = RATIO[kind] if ratio is None else ratio
     two_levels = two_levels and topology.levels
     encode, decode = coding_seconds(kind, nbytes, topology, profile, two_levels=two_levels)
-    if kind == GATHER:
-        wire = plain_seconds(kind, nbytes, topology, profile) / ratio
-        return profile.launch + waits * profile.agreement + _pipeline((encode, wire, decode), pieces)
-    fixed = profile.launch + profile.agreement + profile.exchange
+    if kind != GATHER or waits:
+        encode *= 2  # the sizes of frames come from the encoder, which runs again for the frames
+    apart = exchange_latency(topology, profile)
     if kind == ALL_TO_ALL:  # in one piece
+        fixed = profile.launch + profile.agreement + apart
         return fixed + encode + decode + _all_to_all_wire(nbytes, topology, profile, ratio)
-    if two_levels:
-        inside = nbytes * (topology.each - 1) / topology.each / profile.inside
+    cut_as = topology if two_levels or kind == GATHER else replace(topology, even=False)
+    steps, pieces = fragments(kind, nbytes, cut_as, cut_by or profile)
+    if kind == GATHER:
+        wire = pieces * ring_latency(topology, profile) + _ring_wire(nbytes, topology, profile) / ratio
+        return waits * profile.agreement + _pipeline((pieces * profile.launch, encode, wire, decode), pieces)
+    if two_levels:  # every exchange inside is done before the agreement
+        inside = steps * topology.nodes * apart + nbytes * (topology.each - 1) / topology.each / profile.inside
+        inside = max(inside, steps * topology.nodes * profile.launch)
         wire = nbytes * (topology.nodes - 1) / topology.nodes / profile.network / ratio
     else:
         inside, wire = 0.0, _all_to_all_wire(nbytes, topology, profile, ratio)
-    return fixed + _pipeline((inside, encode, wire, decode), pieces)
+    count = steps * pieces
+    one = _pipeline((count * profile.launch, encode, wire + count * apart, decode), pieces)
+    return inside + steps * profile.agreement + one
 
 
 def coding_seconds(
@@ -494,22 +588,30 @@ def _pipeline(stages: Sequence[float], pieces: int) -> float:
     return longest + (sum(stages) - longest) / pieces
 
 
-def gain(kind: str, topology: Topology, profile: DeviceProfile) -> float:
-    """Return by how many times an operation of :data:`NOMINAL_BYTES` is predicted to be faster with our schedule."""
-    plain = plain_seconds(kind, NOMINAL_BYTES, topology, profile)
-    return plain / coded_seconds(kind, NOMINAL_BYTES, topology, profile)
+def pays(
+    kind: str, topology: Topology, profile: DeviceProfile, nbytes: float, wanted: float = GAINING, *, waits: int = 0
+) -> bool:
+    """Return whether our schedule is predicted to be faster by the factor ``wanted``, and no slower where the profile is off by the
+    doubts."""
+
+    def gain(found: DeviceProfile) -> float:
+        plain = plain_seconds(kind, nbytes, topology, found)
+        return plain / coded_seconds(kind, nbytes, topology, found, waits=waits, cut_by=profile)
+
+    return gain(profile) > wanted and all(gain(profile.doubted(*doubt)) >= 1.0 for doubt in DOUBTS)
 
 
 def sums_of(topology: Topology, profile: DeviceProfile) -> str:
     """Return the sums of a job: "fp32" (ours) or "plain" (the backend's own). A group inside a node, and nodes with several ranks that are
     not equally many, have plain ones."""
     ours = topology.nodes > 1 and (topology.levels or topology.each == 1)
-    return "fp32" if ours and gain(SUM, topology, profile) > GAINING else "plain"
+    gains = ours and all(pays(SUM, topology, profile, nbytes, SUMS_GAINING) for nbytes in SUMS_BYTES)
+    return "fp32" if gains else "plain"
 
 
 def moves_may_gain(topology: Topology, profile: DeviceProfile) -> bool:
     """Return whether gathers and exchanges are worth a trial. Where they are not, they are plain, and nothing is measured."""
-    return topology.nodes > 1 and profile.network <= FAST_NODE and gain(GATHER, topology, profile) > GAINING
+    return topology.nodes > 1 and profile.network <= FAST_NODE and least_bytes(topology, profile, waits=0) < math.inf
 
 
 def host_bases_gain(topology: Topology, profile: DeviceProfile) -> bool:
@@ -518,19 +620,19 @@ def host_bases_gain(topology: Topology, profile: DeviceProfile) -> bool:
     return coded > GAINING * NOMINAL_BYTES / HOST_BUS
 
 
+#: Sizes among which the least one that gains is found: from the first one on, in steps of an eighth of a power of two.
+_LEAST_SIZES = tuple(int(65_536 * 2 ** (step / 8)) for step in range(8 * 14 + 1))
+
+
 def least_bytes(topology: Topology, profile: DeviceProfile, *, waits: int) -> float:
-    """Return the bytes from which on our gather is predicted to gain; infinite where no size gains. ``waits``: as in
+    """Return the bytes from which on our gather is predicted to gain, up to 1 GiB; infinite where 1 GiB does not gain. ``waits``: as in
     :func:`coded_seconds`."""
-
-    def break_even(pieces: int) -> float:
-        fixed, coded = (
-            coded_seconds(GATHER, nbytes, topology, profile, waits=waits, pieces=pieces)
-            for nbytes in (0.0, NOMINAL_BYTES)
-        )
-        gained = (plain_seconds(GATHER, NOMINAL_BYTES, topology, profile) - (coded - fixed)) / NOMINAL_BYTES
-        return fixed / gained if gained > 0 else math.inf
-
-    return min(max(break_even(pieces), PIECE_BYTES * pieces * (pieces > 1)) for pieces in range(1, PIECES + 1))
+    found = math.inf
+    for nbytes in reversed(_LEAST_SIZES):
+        if not pays(GATHER, topology, profile, nbytes, waits=waits):
+            return found
+        found = nbytes
+    return 0.0
 
 
 def exchange_gains(nbytes: float, coded: float, each: int, profile: DeviceProfile | None) -> bool:
@@ -544,5 +646,5 @@ def exchange_gains(nbytes: float, coded: float, each: int, profile: DeviceProfil
     """
     if profile is None:
         return nbytes - coded >= LEAST_SAVED_BYTES
-    coding = profile.launch + nbytes / profile.encode + nbytes / profile.decode
+    coding = profile.launch + 2 * nbytes / profile.encode + nbytes / profile.decode
     return (nbytes - coded) * each / profile.network - coding > AGREEMENTS_GAINED * profile.agreement

@@ -104,15 +104,53 @@ DEVICE_FRAGMENTS, DEVICE_FRAGMENT_BYTES = 4, 16 << 20
 SLOT_UNIT = 512
 
 
-def device_fragment_bytes(nbytes: int, budget: int) -> int:
-    """Return the most bytes of words, of all ranks, in one fragment of an operation of ``nbytes``. Three fragments fit the ``budget``: one
-    is encoded, one on the wire, one decoded."""
-    return min(max(-(-nbytes // DEVICE_FRAGMENTS), DEVICE_FRAGMENT_BYTES), budget // 3)
+#: Bytes of the staging buffers of a device by default: the least of a number, a part of its memory, and a part of what is free after the
+#: first optimizer step (seed: two agreements a bucket of 1 GB); never fewer than the last.
+DEVICE_STAGING, OF_MEMORY, OF_FREE, LEAST_STAGING = 1 << 30, 0.015, 0.1, 16 << 20
+
+
+def device_staging(memory: int, free: int) -> int:
+    """Return the bytes of the staging buffers of a device with ``memory`` bytes, of which ``free`` are free after the first step."""
+    return max(LEAST_STAGING, min(DEVICE_STAGING, int(OF_MEMORY * memory), int(OF_FREE * free)) >> 20 << 20)
+
+
+def device_fragments(nbytes: int, unit: int, budget: int, least: int = 0) -> int:
+    """Return the number of fragments of an operation of ``nbytes`` of words, of all ranks. The schedules cut this number, and the model
+    assumes it.
+
+    A fragment is not so small that its latency counts, nor so large that three of them do not fit the ``budget``, with a frame more each:
+    one is encoded, one on the wire, one decoded.
+
+    Args:
+        unit: bytes of the smallest fragment: FRAGMENT_UNIT elements of each rank.
+        least: bytes below which the latency of a fragment counts, see :func:`.cost_model.least_fragment`.
+    """
+    wanted = min(DEVICE_FRAGMENTS, nbytes // max(DEVICE_FRAGMENT_BYTES, least, unit))
+    return max(1, min(max(wanted, -(-nbytes // max(1, budget // 4))), nbytes // unit))
+
+
+def device_cut(numel: int, each: int, budget: int, least: int = 0) -> int:
+    """Return the elements of the fragments of segments of ``numel`` elements that move together. ``each``: bytes of one element of all of
+    them; ``least``: as for :func:`device_fragments`."""
+    count = device_fragments(numel * each, FRAGMENT_UNIT * each, budget, least)
+    most = max(1, budget // 3 // each // FRAGMENT_UNIT)
+    return min(most, max(1, -(-numel // (count * FRAGMENT_UNIT)))) * FRAGMENT_UNIT
+
+
+def frame_numel(nbytes: int, itemsize: int, ranks: int) -> int:
+    """Return the most elements of a frame, so that one of every rank fits ``nbytes``."""
+    return max(1, nbytes // ranks // itemsize // FRAGMENT_UNIT) * FRAGMENT_UNIT
 
 
 def device_piece_numel(itemsize: int, ranks: int, budget: int) -> int:
-    """Return the most elements of a frame: that of every rank fits a fragment."""
-    return max(1, budget // 3 // ranks // itemsize // FRAGMENT_UNIT) * FRAGMENT_UNIT
+    """Return the most elements of a frame of gathers: that of every rank is no larger than a fragment where there are several."""
+    return frame_numel(min(DEVICE_FRAGMENT_BYTES, budget // 12), itemsize, ranks)
+
+
+def device_fragment_of(begin: int, numel: int, whole: int, count: int) -> int:
+    """Return the number of the fragment, of ``count`` ones, of a frame of ``numel`` elements that begins at element ``begin`` of
+    ``whole``: that in which its middle lies. No fragment is empty if no frame has more than ``whole / count`` elements."""
+    return (2 * begin + numel) * count // (2 * whole)
 
 
 def shrinks(nbytes: int, frame: int) -> bool:
@@ -140,14 +178,12 @@ def between_nodes(nodes: Sequence[Sequence[int]], ranks: int) -> float:
 
 def even_piece(numel: int, itemsize: int, ranks: int, budget: int) -> int:
     """Return the elements of a frame of exchanges whose segments all have ``numel`` elements. A step has one frame for each peer."""
-    moved = 2 * ranks * itemsize  # sent and received
-    most = device_fragment_bytes(numel * moved, budget)
-    return max(1, most // moved // FRAGMENT_UNIT) * FRAGMENT_UNIT
+    return device_cut(numel, 2 * ranks * itemsize, budget)  # sent and received
 
 
 def uneven_piece(itemsize: int, ranks: int, budget: int) -> int:
     """Return the elements of a frame of exchanges whose segments differ: a step of one frame for each peer, both ways, fits the budget."""
-    return device_piece_numel(itemsize, 2 * ranks, budget)
+    return frame_numel(budget // 3, itemsize, 2 * ranks)
 
 
 def step_bytes(numels: Sequence[int], itemsize: int, piece: int) -> list[int]:
@@ -158,7 +194,7 @@ def step_bytes(numels: Sequence[int], itemsize: int, piece: int) -> list[int]:
 
 def pieces_of_step(nbytes: Sequence[int], budget: int) -> int:
     """Return how many frames of a pair of ranks go in one step. ``nbytes``: the most bytes of any rank, as :func:`step_bytes` gives."""
-    most = device_fragment_bytes(nbytes[-1], budget)
+    most = min(max(-(-nbytes[-1] // DEVICE_FRAGMENTS), DEVICE_FRAGMENT_BYTES), budget // 3)
     return 1 << max((size for size, moved in enumerate(nbytes) if moved <= most), default=0)
 
 
@@ -175,16 +211,28 @@ def even(numels: Sequence[int]) -> bool:
 def device_sum_numel(numel: int, itemsize: int, rows: int, budget: int) -> int:
     """Return the elements of a part that are summed with one agreement. ``rows``: parts of ``numel`` elements that a rank holds meanwhile.
 
-    The rows fit half of the ``budget``.
+    The rows fit three quarters of the ``budget``.
     """
-    most = budget // 2 // rows // itemsize
+    most = 3 * budget // 4 // rows // itemsize
     return numel if numel <= most else max(1, most // FRAGMENT_UNIT) * FRAGMENT_UNIT
 
 
-def device_sum_fragment(numel: int, itemsize: int, nodes: int, budget: int) -> int:
+def sum_step(
+    numel: int, itemsize: int, nodes: int, local_ranks: int, budget: int, *, adjacent: bool
+) -> tuple[int, int]:
+    """Return the elements of a part that are summed with one agreement, and the rows of so many elements that a rank holds meanwhile: its
+    node's sum for every node, and what it sends and receives inside its node. ``adjacent``: the parts of a node lie in one tensor, and
+    are sent from there where whole parts go at once."""
+    inside = local_ranks if local_ranks > 1 else 0
+    if adjacent and device_sum_numel(numel, itemsize, nodes + inside, budget) == numel:
+        return numel, nodes + inside
+    rows = nodes + 2 * inside
+    return device_sum_numel(numel, itemsize, rows, budget), rows
+
+
+def device_sum_fragment(numel: int, itemsize: int, nodes: int, budget: int, least: int = 0) -> int:
     """Return the elements of each fragment of a part of ``numel`` elements. A fragment has slots sent and received for every node."""
-    nbytes = device_fragment_bytes(numel * itemsize * nodes, budget // 2)
-    return max(1, nbytes // nodes // itemsize // FRAGMENT_UNIT) * FRAGMENT_UNIT
+    return device_cut(numel, itemsize * nodes, budget // 2, least)
 
 
 # ---- messages of a forward pass that a recomputation repeats ---------------------------------------------------------
@@ -258,6 +306,6 @@ def row_block(configured: int, width: int, kind: str) -> int:
     return min(configured, width) if width in _ROW_BLOCKS and backward else configured
 
 
-def search_fits(rows: Sequence[int], staging_mib: int) -> bool:
-    """Return whether the searches of segments of ``rows`` rows fit the memory for frames, ``staging_mib`` MiB."""
-    return SEARCH_BYTES * sum(rows) <= staging_mib << 20
+def search_fits(rows: Sequence[int], staging: int) -> bool:
+    """Return whether the searches of segments of ``rows`` rows fit the memory for frames, ``staging`` bytes."""
+    return SEARCH_BYTES * sum(rows) <= staging

@@ -56,6 +56,11 @@ def staging_early(patch: MonkeyPatch) -> None:
     patch.setattr(Streams, "_take", take)
 
 
+def gaps_that_are_none(patch: MonkeyPatch) -> None:
+    """Every staging buffer begins where the reserved memory does."""
+    patch.setattr(Streams, "_gap", lambda self, size: 0 if self._reserved is not None else None)
+
+
 def staging_freed_early(patch: MonkeyPatch) -> None:
     """The memory of a staging buffer goes back to the allocator before its last use has ended."""
 

@@ -82,6 +82,8 @@ def program(
     runtime = devices.runtime(device)
     assert runtime is not None
     main, side = runtime.current_stream(device), runtime.Stream(device)
+    if seed % 2:
+        streams.streams_of(device).reserve(drawn_machine(seed, ranks)[-1])
     pending: list[tuple[Desk, bool]] = []
     dropped: list[tuple[Desk, bool]] = []
     ended: list[tuple[Desk, bool, list[torch.Tensor]]] = []

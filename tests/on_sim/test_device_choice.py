@@ -28,7 +28,7 @@ from on_sim import world
 
 AUTO: dict[str, Any] = {"nccl": "on", "nccl_min_bytes": 0, "min_bytes": 0, "mode": "auto"}
 #: 100 Gbit/s a node, and no delays: coding gains at any size.
-SLOW = DeviceProfile(network=12e9, launch=1e-12, agreement=1e-12, exchange=1e-12)
+SLOW = DeviceProfile(network=12e9, launch=1e-12, agreement=1e-12, exchange=1e-12, hop=0.0, step=0.0)
 #: 8 x 400 Gbit/s.
 FAST = DeviceProfile(network=380e9)
 NUMEL = 3000
@@ -181,7 +181,9 @@ def test_marks_of_the_device_cost_no_wait(route: CudaBackend, monkeypatch: pytes
         outcome = world.run(marks_alone, 2, TRIAL + 3, seed=seed, modes=modes, route=route)
         assert all(not one.waits for one in outcome.counters) and outcome.values[0] == outcome.values[1]
         rows = counters.rows()
-        assert [(row["op"], row["host_waits"]) for row in rows if row["host_waits"]] == [("step", 2)]
+        # two of each rank for its staging buffers, after the first step
+        waited = {row["op"]: row["host_waits"] for row in rows if row["host_waits"]}
+        assert waited == {"step": 2, "staging": 4}
 
 
 def marks_alone(rank: int, ranks: int, count: int) -> list[bool]:
@@ -279,7 +281,7 @@ def shares(rank: int, ranks: int) -> list[Any]:
 
 def test_groups_have_rules_of_their_own(route: CudaBackend, monkeypatch: pytest.MonkeyPatch) -> None:
     """The ranks of one local rank have their part of the network, and nothing to hide behind a ring inside the node."""
-    with_profile(monkeypatch, replace(FAST, network=300e9))
+    with_profile(monkeypatch, replace(SLOW, network=300e9))
     found = world.run(shares, 4, route=route).values
     assert found == [[PassReason.NETWORK_IS_FASTER, PassReason.INSIDE_NODE, None]] * 4
 
@@ -307,6 +309,14 @@ def test_speeds_are_slopes() -> None:
     assert cost_model.slope([(1e6, 2e-3), (2e6, 3e-3)]) == pytest.approx(1e9)
     assert cost_model.slope([(1e6, 2e-3)]) == pytest.approx(5e8)
     assert cost_model.slope([(1e6, 2e-3), (2e6, 1e-3)]) == pytest.approx(2e9)
+
+
+def test_latency_is_what_gathers_take_without_their_bytes() -> None:
+    points = [(nbytes, 3 * 20e-6 + 28 * cost_model.STEP_S + nbytes / 1e9) for nbytes in (1e6, 2e6, 64e6)]
+    topology = cost_model.Topology(4, 8)
+    assert cost_model.hop_of(points, topology) == pytest.approx(20e-6, rel=1e-3)
+    assert cost_model.hop_of(points[:1], topology) == cost_model.HOP_S
+    assert cost_model.hop_of([(1e6, 2e-3), (2e6, 4e-3)], topology) == 0.0, "never below 0"
 
 
 def engines(rank: int, ranks: int, order: str) -> list[int]:

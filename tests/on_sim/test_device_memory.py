@@ -4,18 +4,26 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
+import corpus
+import levels
 import pytest
 import torch
 import torch.distributed as dist
 from sim import device
 
 from ds_zipccl import comm
+from ds_zipccl.comm.device import choice, context
+from ds_zipccl.comm.device import reserve as reservation
 from ds_zipccl.comm.device.reports import reports_of
 from ds_zipccl.comm.device.streams import Streams, streams_of
 from ds_zipccl.config import ZipcclConfig
 from ds_zipccl.kernels.cuda.backend import CudaBackend
+from ds_zipccl.policy import wire
+from ds_zipccl.policy.admission import PassReason
+from ds_zipccl.telemetry import counters
 from on_sim import random_programs, world
 
 CODED = ZipcclConfig(enabled=True, mode="always", min_bytes=0, nccl="on", nccl_min_bytes=0, reduction="fp32")
@@ -144,3 +152,82 @@ def test_the_peak(route: CudaBackend, budget: int) -> None:
         peaks[config.enabled] = max(counts.peak_bytes for counts in outcome.counters)
     staging = budget // 3 + (budget // 3 >> 3) + 1024
     assert 0 < peaks[True] - peaks[False] - REPORTS - SMALL <= budget + 2 * staging
+
+
+# ---- staging buffers sized to the device ---------------------------------------------------------------------------------
+
+
+def sized(rank: int, ranks: int, staging_mib: int = 0) -> tuple[int, int, list[str]]:
+    """Gathers and sums before and after the first optimizer step; the bytes of the buffers on which the ranks agreed, those of this
+    rank's memory for them, and the reasons for which calls passed."""
+    levels.pretend(levels.nodes_of(2, 1))
+    config = replace(CODED, staging_mib=staging_mib)
+    device = torch.device("cuda", rank)
+    choice.settle(config, device)
+    values = torch.randn(40_000, generator=torch.Generator().manual_seed(rank)).to(torch.bfloat16).to(device)
+    for _ in range(3):
+        gather([values[:20_000], values[20_000:]], config)
+        summed = values.clone()
+        comm.all_reduce(summed, config=config)
+        choice.end_step(sized)
+        torch.cuda.synchronize()
+    wanted = [torch.randn(40_000, generator=torch.Generator().manual_seed(one)).to(torch.bfloat16) for one in range(2)]
+    corpus.assert_same_bits(summed.cpu(), levels.in_one_level(wanted))
+    reasons = sorted({reason for row in counters.rows() for reason in row["reasons"]})
+    return context.staging_of(config, device), streams_of(device).memory(), reasons
+
+
+@pytest.fixture
+def uneven_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 1 has less memory."""
+    monkeypatch.setattr(wire, "device_staging", lambda memory, free: (3 - dist.get_rank()) << 20)
+
+
+@pytest.mark.usefixtures("uneven_memory")
+def test_ranks_agree_on_the_staging_buffers_that_all_have(route: CudaBackend) -> None:
+    for seed, modes in enumerate((world.Modes(), world.ALL_MODES[-1])):
+        found = world.run(sized, 2, route=route, seed=seed, modes=modes).values
+        assert found == [(2 << 20, 2 << 20, [])] * 2, "all of it is reserved, and no buffer lies elsewhere"
+
+
+def test_a_number_in_the_config_wins(route: CudaBackend) -> None:
+    for budget, memory, reasons in world.run(sized, 2, 5, route=route).values:
+        assert budget == 5 << 20 and 0 < memory <= budget and not reasons
+
+
+@pytest.mark.usefixtures("uneven_memory")
+def test_a_rank_that_cannot_reserve_makes_all_plain(route: CudaBackend, monkeypatch: pytest.MonkeyPatch) -> None:
+    reserve = Streams.reserve
+
+    def full(self: Streams, nbytes: int) -> None:
+        if dist.get_rank() == 1 and nbytes:
+            raise torch.OutOfMemoryError("full")
+        reserve(self, nbytes)
+
+    monkeypatch.setattr(Streams, "reserve", full)
+    found = world.run(sized, 2, route=route).values
+    assert found == [(64 << 20, 0, [PassReason.NO_MEMORY.value])] * 2
+    # a rank that goes by its own memory calls other collectives than its peers
+    monkeypatch.setattr(reservation, "_largest", lambda ctx, number: number)
+    with pytest.raises(world.Fault, match=r"would hang|all_reduce|all_gather"):
+        world.run(sized, 2, route=route)
+
+
+def test_buffers_lie_in_gaps_of_the_reserved_memory(route: CudaBackend) -> None:
+    """A larger one than a gap waits for those that are free; one larger than all lies elsewhere."""
+    world.run(gaps, 1, route=route)
+
+
+def gaps(rank: int, ranks: int) -> None:
+    own, unit = Streams(torch.device("cuda", rank)), 1 << 16
+    own.reserve(8 * unit)
+    starts = []
+    with own.staging(3 * unit, 8 * unit), own.staging(2 * unit, 8 * unit):
+        starts += [one.start for one in own._buffers]
+        with own.staging(17 * unit, 8 * unit):
+            starts.append(own._buffers[-1].start)
+    with own.staging(6 * unit, 8 * unit):
+        starts.append(own._buffers[-1].start)
+    assert starts == [0, 3 * unit, None, 0]
+    own.reserve(0)
+    assert own.memory() == own.nbytes() == 0

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Callable, Sequence
-from types import SimpleNamespace
 from typing import Any
 
 import corpus
@@ -369,19 +368,22 @@ def test_memory_is_bounded(route: CudaBackend) -> None:
 
 @pytest.mark.parametrize("nodes", [1, 2, 8, 64])
 @pytest.mark.parametrize("local_ranks", [1, 8])
-def test_sizes_of_pieces(nodes: int, local_ranks: int) -> None:
-    """Node sums take half of the budget, and three fragments the rest, wherever a fragment can be so small."""
+@pytest.mark.parametrize("adjacent", [False, True])
+def test_sizes_of_pieces(nodes: int, local_ranks: int, adjacent: bool) -> None:
+    """Node sums take three quarters of the budget, and three fragments the rest, wherever a fragment can be so small."""
+    inside = local_ranks if local_ranks > 1 else 0
     for mib in (1, 64, 256):
-        budget, rows = mib << 20, nodes + local_ranks
-        summing: Any = SimpleNamespace(
-            _packed=True, _dtype=torch.bfloat16, _rows=rows, _ctx=SimpleNamespace(budget=budget)
-        )
-        whole = budget // 2 // rows // 2 // device_sums._ALIGNED * device_sums._ALIGNED
-        assert device_sums._Summing.step(summing, whole - 1) == whole, "one piece, and so one agreement"
+        budget, alone, packing = mib << 20, nodes + inside, nodes + 2 * inside
+        whole = 3 * budget // 4 // packing // 2
+        assert wire.sum_step(whole, 2, nodes, local_ranks, budget, adjacent=False) == (whole, packing)
+        whole = 3 * budget // 4 // alone // 2
+        at_once = wire.sum_step(whole, 2, nodes, local_ranks, budget, adjacent=True)
+        assert at_once == (whole, alone), "one agreement, and no memory to pack"
         for numel in (1, 1000, 10**6, 10**9):
-            step = wire.device_sum_numel(numel, 2, rows, budget)
+            step, rows = wire.sum_step(numel, 2, nodes, local_ranks, budget, adjacent=adjacent)
+            assert rows in (alone, packing) and (rows == packing or step == numel)
             assert 1 <= step <= max(numel, wire.FRAGMENT_UNIT)
-            assert 2 * rows * step <= max(budget // 2, 2 * rows * wire.FRAGMENT_UNIT)
+            assert 2 * rows * step <= max(3 * budget // 4, 2 * rows * wire.FRAGMENT_UNIT)
             left = budget - 2 * rows * step
             fragment = wire.device_sum_fragment(step, 2, nodes, left)
             assert fragment == wire.FRAGMENT_UNIT or 3 * 2 * (2 * nodes * fragment) <= left

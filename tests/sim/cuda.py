@@ -99,6 +99,11 @@ def get_device_properties(device: Any = None) -> SimpleNamespace:
     )
 
 
+def mem_get_info(device: Any = None) -> tuple[int, int]:
+    allocator = mine().allocator
+    return allocator.arena_bytes - allocator.live, allocator.arena_bytes
+
+
 def memory_allocated(device: Any = None) -> int:
     return mine().allocator.live
 
@@ -119,6 +124,6 @@ def _lazy_init() -> None:
 REPLACED = (
     "Event Stream cudart current_device current_stream default_stream device device_count get_device_capability "
     "get_device_properties is_available max_memory_allocated memory_allocated "
-    "is_current_stream_capturing is_initialized set_device set_stream stream synchronize _lazy_init"
+    "is_current_stream_capturing is_initialized mem_get_info set_device set_stream stream synchronize _lazy_init"
 ).split()
 assert all(hasattr(torch.cuda, name) for name in REPLACED)

@@ -12,6 +12,7 @@ from ds_zipccl.cli import ToolError, tables
 from ds_zipccl.cli.planning.operations import CODED, PLAIN, SWITCHES, TOTAL, default_config, host_base, operations
 from ds_zipccl.cli.planning.schedules import DeviceSchedules, HostSchedules
 from ds_zipccl.cli.tables import Column
+from ds_zipccl.policy.cost_model import HOP_S, STEP_S
 
 #: A time that is shorter by less than the first factor is no gain (seed: the error of the model); the second names a further key.
 GAIN, WORTH = 1.02, 1.1
@@ -155,7 +156,10 @@ OPTIONS: dict[str, tuple[Any, Any, str, str]] = {
     "path": (
         float, math.inf, "GBPS", "1e9 bytes a second between network cards and GPUs of a node, which bytes pass in turn (no limit)"
     ),
-    "hop": (float, 0.0, "US", "microseconds that an operation takes more for every further node (0)"),
+    "hop": (
+        float, None, "US", f"microseconds that a collective takes more for every further node ({1e6 * HOP_S:g}, and {1e6 * STEP_S:g} for "
+        "every further GPU of a node)"
+    ),
     "tflops": (float, None, "T", "1e12 operations a second of a GPU that computes: adds the time of the whole step"),
     "tokens": (tables.count(1e9), None, "K", "tokens of a GPU in a micro-batch; goes with --tflops"),
     "flops": (float, FLOPS, "F", f"operations for a parameter and a token ({FLOPS:g}; 6 where no activations are computed again)"),
@@ -188,8 +192,8 @@ def computing(args: argparse.Namespace) -> Computing | None:
     Raises:
         ToolError: an option is out of range, or lacks another option.
     """
-    if not args.path > 0 or not 0 <= args.hop < math.inf:
-        raise ToolError(f"--path must be above 0 and --hop at least 0, got {args.path:g} and {args.hop:g}")
+    if not args.path > 0 or not 0 <= (args.hop or 0) < math.inf:
+        raise ToolError(f"--path must be above 0 and --hop at least 0, got {args.path:g} and {args.hop or 0:g}")
     if args.tflops is None and args.tokens is None and args.plot is None:
         return None
     if args.tflops is None or args.tokens is None:

@@ -200,7 +200,18 @@ class DeviceSchedules:
     @cached_property
     def profile(self) -> DeviceProfile:
         speed = behind(self.network.reach * self.network.of_node(self.args.gpus_per_node), 1e9 * self.args.path)
-        return DeviceProfile(speed, encode=self.codec.encode, decode=self.codec.decode)
+        delays = {} if self.args.hop is None else {"hop": self.args.hop / 1e6, "step": 0.0}
+        return DeviceProfile(speed, encode=self.codec.encode, decode=self.codec.decode, **delays)
+
+    @cached_property
+    def sums(self) -> str:
+        """The sums that a job chooses: "fp32" or "plain"."""
+        return cost_model.sums_of(self.topology, self.profile)
+
+    @cached_property
+    def moves(self) -> bool:
+        """Whether a job tries coded gathers."""
+        return cost_model.moves_may_gain(self.topology, self.profile)
 
     def lines(self) -> list[StepTraffic]:
         found = step.traffic(self.args)
@@ -210,7 +221,6 @@ class DeviceSchedules:
 
     def chosen(self, line: StepTraffic) -> dict[str, Row]:
         """As a job chooses its schedules. ZeRO-1 and ZeRO-2 have a variant more: gradients to their owners only, by NCCL."""
-        hops = (self.topology.nodes - 1) * self.args.hop / 1e6
         owners = self.args.zero < 3 and self.args.owner_only == "auto"
         rows = {}
         for variant in (PLAIN, *((OWNERS,) if owners else ()), CODED):
@@ -224,7 +234,7 @@ class DeviceSchedules:
                     one = self._to_owners(nbytes)
                 else:
                     one = self._plain(op, nbytes)
-                seconds += line.times * count * (hops + one)
+                seconds += line.times * count * one
                 coding += line.times * count * busy
             how = step.HOW[line.coding] if coding else PLAIN
             rows[variant] = {"op": op, "how": how, "ms": 1e3 * seconds, "codec_ms": 1e3 * coding}
@@ -287,17 +297,17 @@ class DeviceSchedules:
 
     def _job(self, line: StepTraffic, op: str, nbytes: float) -> tuple[float, float]:
         """Seconds of one operation as a job chooses its schedules, and those that its kernels take of a GPU; 0 where nothing is coded."""
-        owners, sums = op == line.coded_op, cost_model.sums_of(self.topology, self.profile)
-        if owners and sums == "plain":
+        owners = op == line.coded_op
+        if owners and self.sums == "plain":
             return self._to_owners(nbytes), 0.0
         kinds = _KINDS["all_reduce" if owners and not self._straight(nbytes) else op]
         seconds = kernels = 0.0
         for kind in kinds:
             plain = cost_model.plain_seconds(kind, nbytes, self.topology, self.profile)
             ours = self._coded(line, kind, nbytes)
-            moves = cost_model.moves_may_gain(self.topology, self.profile) and ours < plain
+            moves = self.moves and ours < plain
             # The gather of an all-reduce of ours is a part of its sum, and is no move that may be plain.
-            takes = sums == "fp32" if kind == SUM or len(kinds) > 1 else moves
+            takes = self.sums == "fp32" if kind == SUM or len(kinds) > 1 else moves
             seconds += ours if takes else plain
             kernels += self._kernels(line, kind, nbytes) if takes else 0.0
         return seconds, kernels

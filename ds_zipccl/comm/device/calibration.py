@@ -99,21 +99,23 @@ def measure(group: dist.ProcessGroup, config: ZipcclConfig, device: torch.device
     codec = config.codec if config.codec != "raw" else "cascade"
     ctx = DeviceContext("calibrate", group, config, "dp", codec, device)
     nodes = group_nodes(group)
+    topology, gathers = Topology.of(nodes), _points(ctx, SIZES, _gathering)
     found = {
-        "network": (1 - 1 / Topology.of(nodes).nodes) * _speed(ctx, SIZES, _gathering),
-        "encode": _speed(ctx, CODED_BYTES, partial(_coding, stage=Stage.ENCODE)),
-        "decode": _speed(ctx, CODED_BYTES, partial(_coding, stage=Stage.DECODE)),
+        "network": (1 - 1 / topology.nodes) * cost_model.slope(gathers),
+        "hop": cost_model.hop_of(gathers, topology),
+        "encode": cost_model.slope(_points(ctx, CODED_BYTES, partial(_coding, stage=Stage.ENCODE))),
+        "decode": cost_model.slope(_points(ctx, CODED_BYTES, partial(_coding, stage=Stage.DECODE))),
         "agreement": _median(ctx, _spans(torch.device("cpu"), partial(agree, ctx, []))),
     }
     if max(map(len, nodes)) > 1:
-        found["inside"] = _speed(ctx, SIZES, _inside)
+        found["inside"] = cost_model.slope(_points(ctx, SIZES, _inside))
     return DeviceProfile(**found)
 
 
-def _speed(
+def _points(
     ctx: DeviceContext, sizes: tuple[int, ...], make: Callable[[DeviceContext, int], AbstractContextManager[Work]]
-) -> float:
-    """Return bytes a second, equal on all ranks, by the sizes that do not take long."""
+) -> Sequence[tuple[float, float]]:
+    """Return points (bytes, seconds), equal on all ranks, of the sizes that do not take long."""
 
     def called(size: int) -> tuple[float, float]:
         with make(ctx, size) as (stage, work):
@@ -123,7 +125,7 @@ def _speed(
             seconds = _median(ctx, spans)
         return seconds, _CALLS * seconds
 
-    return cost_model.slope(trial.in_rounds(sizes, called, _BUDGET_S))
+    return trial.in_rounds(sizes, called, _BUDGET_S)
 
 
 def _spans(clock: torch.device, work: Callable[[], object]) -> list[Span]:

@@ -8,7 +8,9 @@ speeds leave no gain. Without nodes or speeds, as with plain ``torch.distributed
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 from weakref import ref
 
@@ -19,7 +21,15 @@ from ds_zipccl import tensors
 from ds_zipccl.comm.device import calibration
 from ds_zipccl.comm.device.calibration import Span, agreed_seconds, mark
 from ds_zipccl.comm.device.context import DeviceContext
-from ds_zipccl.comm.group_state import device_profile, find_nodes, group_nodes, group_state, resolve_group
+from ds_zipccl.comm.device.reserve import reserve
+from ds_zipccl.comm.group_state import (
+    device_profile,
+    find_nodes,
+    group_nodes,
+    group_profile,
+    group_state,
+    resolve_group,
+)
 from ds_zipccl.comm.topology import tell
 from ds_zipccl.config import ROLES, ConfigError, ZipcclConfig
 from ds_zipccl.ops import OPS
@@ -55,7 +65,7 @@ class Settled:
             inside = f"{found.inside / 1e9:.3g} GB/s inside, " if self.topology.each > 1 else ""
             parts.append(
                 f"{found.network / 1e9:.3g} GB/s between nodes, {inside}coding {found.encode / 1e9:.3g} and {found.decode / 1e9:.3g} GB/s, "
-                f"an agreement {1e6 * found.agreement:.0f} us"
+                f"an agreement {1e6 * found.agreement:.0f} us, a step to the next node {1e6 * found.hop:.0f} us"
             )
         moves = f"plain, {self.reason.value}" if self.reason else coded
         parts += [f"moves in mode auto: {moves}", f"sums: {self.sums}"]
@@ -93,7 +103,8 @@ def settle(config: ZipcclConfig, device: torch.device) -> Settled | None:
     if "auto" in modes and rule.reason is None and profile is not None:
         state.of(GroupChoice).steps = Steps(config, device)
     settled = Settled(device.type, topology, profile, rule.reason, state.device_sums, rule.least[1], one_queue)
-    state.of(GroupChoice).settled = settled
+    own = state.of(GroupChoice)
+    own.settled, own.reserving = settled, partial(reserve, config, device)
     return settled
 
 
@@ -137,6 +148,8 @@ class GroupChoice:
         self.rule: tuple[DeviceProfile | None, Rule] | None = None
         self.settled: Settled | None = None
         self.steps: Steps | None = None
+        #: Reserves the staging buffers after the first optimizer step; None when that is done.
+        self.reserving: Callable[[], None] | None = None
 
 
 def _of_job() -> GroupChoice:
@@ -144,6 +157,12 @@ def _of_job() -> GroupChoice:
     world = group_state(None)
     assert world is not None  # every rank is in the default group
     return world.of(GroupChoice)
+
+
+def lacks_memory() -> bool:
+    """Return whether some rank could not reserve its staging buffers; equal on all ranks."""
+    world = group_state(None)
+    return world is not None and world.unreserved
 
 
 def reason_to_pass(
@@ -180,9 +199,7 @@ def _rule(group: dist.ProcessGroup, device: str) -> Rule | None:
         topology, one_queue = Topology.of(nodes), settled is not None and settled.one_queue
         if profile is None:
             return rule_of(topology, None, one_queue)
-        # the other ranks of the nodes have groups like this one, and use their part of the network at the same time
-        part = topology.each / Topology.of(group_nodes(resolve_group(None))).each
-        own.rule = profile, rule_of(topology, replace(profile, network=part * profile.network), one_queue)
+        own.rule = profile, rule_of(topology, group_profile(group, profile), one_queue)
     return own.rule[1]
 
 
@@ -264,7 +281,13 @@ class Steps:
 
 
 def end_step(engine: Any) -> None:
-    """Note that an optimizer step of an engine has ended, see :meth:`Steps.end_step`. Costs nothing where steps decide nothing."""
-    steps = None if dist.group.WORLD is None else _of_job().steps
-    if steps is not None:
-        steps.end_step(engine)
+    """Note that an optimizer step of an engine has ended: the first one shows how much memory is left for staging buffers; for further
+    ones see :meth:`Steps.end_step`. Costs nothing where steps decide nothing."""
+    if dist.group.WORLD is None:
+        return
+    job = _of_job()
+    if job.reserving is not None:
+        reserving, job.reserving = job.reserving, None
+        reserving()
+    if job.steps is not None:
+        job.steps.end_step(engine)

@@ -11,7 +11,7 @@ from ds_zipccl import devices, tensors
 from ds_zipccl.comm.bases.in_place import InPlaceBase
 from ds_zipccl.comm.device import gather, sizes, sums
 from ds_zipccl.comm.device.bases import agreed
-from ds_zipccl.comm.device.choice import reason_to_pass
+from ds_zipccl.comm.device.choice import lacks_memory, reason_to_pass
 from ds_zipccl.comm.device.context import DeviceContext
 from ds_zipccl.comm.device.exchange import exchange_even, exchange_uneven, pays_now
 from ds_zipccl.comm.device.gather import Shard
@@ -46,6 +46,8 @@ def passes_now(request: Request) -> PassReason | None:
     """Return why a call passes at this moment of the program, at which all ranks are; None if frames execute the call."""
     device, group = request.tensor.device, resolve_group(request.group)
     config, role = request.options.config, request.options.role
+    if lacks_memory():
+        return PassReason.NO_MEMORY
     if request.sum.op is None:
         nbytes = None if request.numel is None else request.nbytes()
         reason = reason_to_pass(request.op, role, nbytes, config, group, device.type)

@@ -207,15 +207,15 @@ def put_own(ctx: DeviceContext, shards: Sequence[Shard]) -> None:
 
 def _fragments(pieces: Sequence[Piece], itemsize: int, ctx: DeviceContext) -> Iterator[tuple[int, int]]:
     """Yield the first piece of each fragment and the piece after its last."""
-    total = sum(piece.numel for piece in pieces) * itemsize * ctx.size
-    most = wire.device_fragment_bytes(total, ctx.budget)
-    first, nbytes = 0, 0
+    whole, each = sum(piece.numel for piece in pieces), itemsize * ctx.size
+    count = wire.device_fragments(whole * each, wire.FRAGMENT_UNIT * each, ctx.budget, ctx.least)
+    first, before, fragment = 0, 0, 0
     for number, piece in enumerate(pieces):
-        size = piece.numel * itemsize * ctx.size
-        if number > first and nbytes + size > most:
+        own = wire.device_fragment_of(before, piece.numel, whole, count)
+        if number > first and own > fragment:
             yield first, number
-            first, nbytes = number, 0
-        nbytes += size
+            first = number
+        fragment, before = own, before + piece.numel
     yield first, len(pieces)
 
 

@@ -15,8 +15,9 @@ from ds_zipccl.comm.device.context import DeviceContext
 from ds_zipccl.comm.device.streams import Stage, Streams
 from ds_zipccl.telemetry import counters
 
-#: Looks at an event before the host sleeps between two looks, and seconds of the sleep (seed: an agreement takes some 100 us).
-_LOOKS, _SLEEP_S = 2000, 2e-5
+#: Looks at an event before the host sleeps between two looks, and seconds of the sleep (seed: an agreement takes some 100 us; a look keeps
+#: Python's lock, which the threads of a data loader want too).
+_LOOKS, _SLEEP_S = 50, 2e-5
 
 #: Reports in a message (admission: the first of many tell enough).
 _TEXTS = 3

@@ -32,10 +32,11 @@ class Stage(Enum):
 
 
 class StagingBuffer:
-    """Memory for the frames of one fragment. ``last``: the event after its last use; None before the first use, and without streams."""
+    """Memory for the frames of one fragment. ``last``: the event after its last use; None before the first use, and without streams.
+    ``start``: its first byte in the reserved memory; None: it has memory of its own."""
 
-    def __init__(self, memory: torch.Tensor, last: Any) -> None:
-        self.memory, self.last, self.held = memory, last, True
+    def __init__(self, memory: torch.Tensor, last: Any, start: int | None = None) -> None:
+        self.memory, self.last, self.start, self.held = memory, last, start, True
 
 
 class Streams:
@@ -49,6 +50,7 @@ class Streams:
         self.device, self._runtime = device, devices.runtime(device)
         self._buffers: list[StagingBuffer] = []
         self._left: list[tuple[Any, Sequence[torch.Tensor]]] = []
+        self._reserved: torch.Tensor | None = None
         if self._runtime is not None:
             with self._runtime.device(device):
                 priority = {Stage.WIRE: -1}
@@ -110,6 +112,17 @@ class Streams:
         finally:
             found.last, found.held = self.record_all(), False
 
+    def reserve(self, nbytes: int) -> None:
+        """Take memory for the staging buffers of later operations, in place of what was reserved; 0: none. Between operations alone.
+
+        Raises:
+            RuntimeError: the device has not so much memory.
+        """
+        for staging in self._free():
+            self._give_back(staging)
+        self._reserved = None
+        self._reserved = self._allocate(nbytes) if nbytes else None
+
     def _take(self, nbytes: int, budget: int) -> StagingBuffer:
         grain = max(_GRAIN, (1 << max(nbytes - 1, 1).bit_length() - 1) // 8)
         size = -(-nbytes // grain) * grain
@@ -120,8 +133,8 @@ class Streams:
             self._buffers.remove(found)
             found.held = True
         else:
-            while self.nbytes() + size > budget and self._free():  # staging buffers of other sizes make room
-                self._give_back(self._free()[0])
+            while self._free() and (self.nbytes() + size > budget or self._lacks_gap(size)):
+                self._give_back(self._free()[0])  # staging buffers of other sizes make room
             found = self._new(size)
         self._buffers.append(found)
         if self._runtime is not None and found.last is not None:
@@ -130,11 +143,32 @@ class Streams:
         return found
 
     def _new(self, size: int) -> StagingBuffer:
-        with torch.inference_mode(False):  # written in inference mode and outside
-            if self._runtime is None:
-                return StagingBuffer(tensors.empty(size, torch.uint8, self.device), None)
-            with self._runtime.stream(self._owner):
-                return StagingBuffer(tensors.empty(size, torch.uint8, self.device), self._owner.record_event())
+        start = self._gap(size)
+        if start is None or self._reserved is None:  # nothing is reserved, or a message is larger than the budget
+            memory = self._allocate(size)
+        else:
+            with torch.inference_mode(False):
+                memory = self._reserved[start : start + size]
+        return StagingBuffer(memory, None if self._runtime is None else self._owner.record_event(), start)
+
+    def _allocate(self, size: int) -> torch.Tensor:
+        owner = nullcontext() if self._runtime is None else self._runtime.stream(self._owner)
+        with torch.inference_mode(False), owner:  # written in inference mode and outside
+            return tensors.empty(size, torch.uint8, self.device)
+
+    def _gap(self, size: int) -> int | None:
+        """Return the first byte of reserved memory of which ``size`` bytes have no staging buffer; None where there are not so many."""
+        end = 0
+        for start, numel in sorted((one.start, one.memory.numel()) for one in self._buffers if one.start is not None):
+            if start - end >= size:
+                break
+            end = start + numel
+        else:
+            start = 0 if self._reserved is None else self._reserved.numel()
+        return end if start - end >= size else None
+
+    def _lacks_gap(self, size: int) -> bool:
+        return self._reserved is not None and size <= self._reserved.numel() and self._gap(size) is None
 
     def _free(self) -> list[StagingBuffer]:
         return [staging for staging in self._buffers if not staging.held]
@@ -148,6 +182,11 @@ class Streams:
     def nbytes(self) -> int:
         """Return the bytes of all staging buffers."""
         return sum(staging.memory.numel() for staging in self._buffers)
+
+    def memory(self) -> int:
+        """Return the bytes that are reserved, and those of the staging buffers with memory of their own."""
+        own = sum(staging.memory.numel() for staging in self._buffers if staging.start is None)
+        return own + (0 if self._reserved is None else self._reserved.numel())
 
     def leave(self, event: Any, keep: Sequence[torch.Tensor]) -> None:
         """Keep tensors until the event is done: those of a handle that nobody waited for, or of an operation that failed."""
@@ -232,5 +271,5 @@ def streams_of(device: torch.device) -> Streams:
 
 counters.count_memory(
     "staging buffers of frames",
-    lambda: sum(streams.nbytes() for table in (_plain, *_streams.values()) for streams in table.values()),
+    lambda: sum(streams.memory() for table in (_plain, *_streams.values()) for streams in table.values()),
 )

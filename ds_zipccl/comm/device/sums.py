@@ -224,22 +224,24 @@ class _Summing:
         self._nodes, self._local_ranks = len(levels.nodes), len(levels.nodes[0])
         # equal on all ranks, as the agreements that follow from it
         self._packed = self._local_ranks > 1 or any(len(part.pieces) > 1 for part in parts)
-        self._rows = self._nodes + (2 * self._local_ranks if self._local_ranks > 1 else 0)
+        self._rows = 0
 
     def step(self, longest: int) -> int:
         """Return the elements of each part that are summed with one agreement."""
         if not self._packed:
             return longest
-        return wire.device_sum_numel(
-            -(-longest // _ALIGNED) * _ALIGNED, self._dtype.itemsize, self._rows, self._ctx.budget
-        )
+        of_nodes = ([self._parts[rank] for rank in ranks] for ranks in self._levels.nodes)
+        adjacent = all(_joined(parts) is not None for parts in of_nodes)
+        numel, sizes = -(-longest // _ALIGNED) * _ALIGNED, (self._dtype.itemsize, self._nodes, self._local_ranks)
+        step, self._rows = wire.sum_step(numel, *sizes, self._ctx.budget, adjacent=adjacent)
+        return step
 
     def sum(self, begin: int, end: int) -> None:
         """Sum elements ``begin`` to ``end`` of each part, with one agreement."""
         with self._node_sums(begin, end) as sums:
             itemsize, numel = self._dtype.itemsize, end - begin
             taken = self._rows * numel * itemsize if self._packed else 0
-            step = wire.device_sum_fragment(numel, itemsize, self._nodes, self._ctx.budget - taken)
+            step = wire.device_sum_fragment(numel, itemsize, self._nodes, self._ctx.budget - taken, self._ctx.least_sum)
             starts = range(0, end - begin, step)
             words = [[summed[start : start + step] for start in starts] for summed in sums]
             sizes = self._agreed(words)
@@ -258,13 +260,14 @@ class _Summing:
         numel = -(-(end - begin) // _ALIGNED) * _ALIGNED
         with streams.staging(self._rows * numel * self._dtype.itemsize, ctx.budget) as staging:
             rows = staging.view(self._dtype).view(self._rows, numel)
-            scratch = rows[self._nodes :].view(-1)
+            last = self._rows - self._local_ranks
+            packing, arriving = (some.view(-1) for some in (rows[self._nodes : last], rows[last:]))
             with streams.on(Stage.WIRE):
                 for ranks, part, row in zip(self._levels.nodes, cut, rows, strict=False):
                     if self._local_ranks == 1:
                         part.pack(row)
                     else:
-                        self._sum_inside([self._parts[rank].cut(begin, end) for rank in ranks], row, scratch)
+                        self._sum_inside([self._parts[rank].cut(begin, end) for rank in ranks], row, packing, arriving)
             streams.order(Stage.WIRE, Stage.ENCODE)
             yield [row[: part.numel] for part, row in zip(cut, rows, strict=False)]
 
@@ -272,8 +275,11 @@ class _Summing:
         with self._ctx.streams.on(Stage.ENCODE):
             return tensors.empty(0, self._dtype, self._ctx.device)
 
-    def _sum_inside(self, parts: Sequence[Part], sums: torch.Tensor, scratch: torch.Tensor) -> None:
-        """Write this node's sum of the part of this rank's local rank to ``sums``. ``parts``: those of the ranks of one node, any node."""
+    def _sum_inside(
+        self, parts: Sequence[Part], sums: torch.Tensor, packing: torch.Tensor, arriving: torch.Tensor
+    ) -> None:
+        """Write this node's sum of the part of this rank's local rank to ``sums``. ``parts``: those of the ranks of one node, any node.
+        ``packing``: memory for parts that do not follow each other; ``arriving``: for those of the peers."""
         ctx, numels = self._ctx, [part.numel for part in parts]
         own = numels[self._levels.local_rank]
         if not any(numels):
@@ -282,10 +288,10 @@ class _Summing:
         ctx.count(plain, plain)
         sent = _joined(parts)
         if sent is None:
-            sent = scratch[: sum(numels)]
+            sent = packing[: sum(numels)]
             for part, place in zip(parts, sent.split(numels), strict=True):
                 part.pack(place)
-        received = scratch[len(scratch) // 2 :][: self._local_ranks * own]
+        received = arriving[: self._local_ranks * own]
         _exchange(ctx, self._levels.node_ranks, received, sent, [own] * self._local_ranks, numels)
         if own:
             status = ctx.reports.word(f"{ctx.where()}, inside a node")  # a word of this stream alone

@@ -173,7 +173,7 @@ class _NodeExchange:
 
     def _is_kept(self, numel: int) -> bool:
         """Return whether the receiver of a segment of ``numel`` elements keeps all of it, equally on both sides."""
-        return numel * self._outputs[0].element_size() * len(self._others) <= self._ctx.config.staging_mib << 20
+        return numel * self._outputs[0].element_size() * len(self._others) <= self._ctx.config.staging
 
     def _place(self, stream: _Stream, step: int) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return the memory for a fragment, and the kept elements in front of it."""

@@ -128,7 +128,7 @@ class RowCoder(FrameCoder):
         with ranges.inside(ranges.ENCODE):
             searched = {peer: words for peer, words in segments.items() if _is_worth_it(words, self._width)}
             rows = [words.numel() // self._width for words in searched.values()]
-            if wire.search_fits(rows, self._ctx.config.staging_mib):
+            if wire.search_fits(rows, self._ctx.config.staging):
                 self._segments = self._search(searched, self._fitting(searched) if self.exact else {})
         self._at = dict.fromkeys(self._segments, 0)
 

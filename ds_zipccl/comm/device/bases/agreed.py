@@ -181,7 +181,7 @@ def _sizes(ctx: DeviceContext, pieces: Sequence[_Asked], dtype: torch.dtype) -> 
     """
     most = sum(piece.numel for *_, piece in pieces)
     if any(words.dtype is not dtype or (base and proof.is_away(base, ctx)) for words, base, _ in pieces):
-        most = wire.device_piece_numel(dtype.itemsize, 1, ctx.budget)
+        most = wire.frame_numel(ctx.budget // 3, dtype.itemsize, 1)
     chunks: list[list[_Asked]] = []
     left, found = 0, []
     for one in pieces:

@@ -37,7 +37,7 @@ Kind = tuple[torch.dtype, int]
 
 def limit(config: ZipcclConfig) -> int:
     """Return the most bytes of the tensors that a channel remembers."""
-    return (config.staging_mib << 20) // TAGS
+    return config.staging // TAGS
 
 
 def remembers(dtype: torch.dtype, numel: int, tag: int, config: ZipcclConfig) -> bool:

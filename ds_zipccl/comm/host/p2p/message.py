@@ -110,7 +110,7 @@ def parse_announcement(part: torch.Tensor, dtype: torch.dtype, numel: int) -> An
 
 def _fragment_numel(ctx: OpContext, numel: int, itemsize: int) -> int:
     """Return the elements of each fragment of a send of ``numel`` elements, equal on both sides. The last fragment may be shorter."""
-    return wire.fragment_numel(numel, itemsize, 2, ctx.config.staging_mib << 20)
+    return wire.fragment_numel(numel, itemsize, 2, ctx.config.staging)
 
 
 class Outgoing:

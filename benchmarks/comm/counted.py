@@ -1,0 +1,186 @@
+"""What one step of ZeRO-3 asks of NCCL groups, counted: ``python -m ds_zipccl.benchmarks.comm.counted --json PATH``.
+
+Rank 0 of each topology runs the schedules of the package on a group without peers: collectives and kernels only count, and memory is
+reserved, never touched. Every rank of a topology runs the same schedules, so that rank 0 stands for all. Sizes of frames follow from the
+typical ratios of the model.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from ds_zipccl import comm, kernels
+from ds_zipccl.cli import tables
+from ds_zipccl.cli.tables import Column
+from ds_zipccl.comm.group_state import group_state
+from ds_zipccl.comm.transport import COLLECTIVE_TRANSPORTS
+from ds_zipccl.config import ZipcclConfig
+from ds_zipccl.kernels.cuda.jobs import frame_bytes
+from ds_zipccl.policy import admission, wire
+from ds_zipccl.policy.cost_model import GATHER, RATIO, SUM
+from ds_zipccl.telemetry import counters
+
+#: Elements of the parameters of a layer of Llama 7B, in their order, and of the embeddings; layers; elements of a bucket of gradients.
+LAYER = (4096**2,) * 4 + (4096 * 11008,) * 3 + (4096,) * 2
+EMBEDDINGS = (32_000 * 4096,) * 2
+LAYERS, BUCKET = 32, 500_000_000
+#: Nodes and GPUs of a node.
+TOPOLOGIES = ((2, 8), (4, 8))
+#: Bytes of a GPU's memory, and those that are free after the first step.
+MEMORY = 80 << 30, 20 << 30
+BACKEND, DEVICE = "fake", torch.device("cpu")
+CONFIG = ZipcclConfig(enabled=True, mode="always", nccl="on", reduction="fp32")
+
+COLUMNS = (
+    Column("nodes", "d"),
+    Column("each", "d"),
+    Column("staging_mib", ",.0f"),
+    *tables.alike("waits_step waits_bucket fragments_layer collectives_bucket launches_layer launches_bucket", "d"),
+    *tables.alike("sent_gb plain_gb", ".1f"),
+)
+
+
+class Counting:
+    """Collectives and kernels that only count: a :class:`~ds_zipccl.comm.transport.protocol.CollectiveTransport` and the functions of
+    kernels that its schedules call. ``between``: bytes that a node sends to other nodes, gathers as rings, which leave each node once."""
+
+    def __init__(self) -> None:
+        self.calls: Counter[str] = Counter()
+        self.nodes: Sequence[Sequence[int]] = ()
+        self.between = 0.0
+        self.ratio = 1.0
+
+    def __call__(self, group: dist.ProcessGroup) -> Counting:
+        return self
+
+    def all_gather(self, whole: torch.Tensor, part: torch.Tensor) -> None:
+        self.calls["collective"] += 1
+        self.between += whole.nbytes - part.nbytes
+
+    def all_to_all(
+        self, received: torch.Tensor, sent: torch.Tensor, received_sizes: Sequence[int], sent_sizes: Sequence[int]
+    ) -> None:
+        self.calls["collective"] += 1
+        afar = sum(size for rank, size in enumerate(sent_sizes) if rank not in self.nodes[0])
+        self.between += len(self.nodes[0]) * afar * sent.itemsize
+
+    def max(self, words: torch.Tensor) -> None:
+        words[1:] = words.max()  # the sizes that other ranks tell
+
+    def timeout(self, device: torch.device) -> timedelta:
+        return timedelta(minutes=1)
+
+    def frame_sizes(
+        self, segments: Sequence[torch.Tensor], code: str, block: int, headers: torch.Tensor, bases: Any = None
+    ) -> None:
+        self.calls["launch"] += 1
+        sizes = [int(words.nbytes / self.ratio) for words in segments]
+        frame_bytes(headers.view(len(sizes), -1)).copy_(torch.tensor(sizes))
+
+    def encode_frames(self, *arguments: Any) -> None:
+        self.calls["launch"] += 1
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("encode_gather", "decode_gather", "decode_sum_frames"):
+            return lambda *arguments, **named: self.encode_frames()
+        raise AttributeError(name)
+
+
+@contextmanager
+def _world(nodes: int, each: int, counting: Counting) -> Iterator[None]:
+    """Let this process be rank 0 of ``nodes`` nodes without peers."""
+    dist.init_process_group(BACKEND, store=FakeStore(), rank=0, world_size=nodes * each)
+    try:
+        counting.nodes = [list(range(node * each, (node + 1) * each)) for node in range(nodes)]
+        state = group_state(None)
+        assert state is not None  # this process is in the default group
+        state.nodes = [list(ranks) for ranks in counting.nodes]
+        state.device_staging[DEVICE.type] = wire.device_staging(*MEMORY)
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def count(nodes: int, each: int, counting: Counting) -> dict[str, Any]:
+    """Return the counts of one step: each layer gathered forward and backward, and all gradients reduced in buckets."""
+    found, ranks = {}, nodes * each
+    buckets = -(-(LAYERS * sum(LAYER) + sum(EMBEDDINGS)) // BUCKET)
+    with _world(nodes, each, counting):
+        layer = [
+            (comm.Agreed(f"layer.{number}", size // ranks), _words(size // ranks)) for number, size in enumerate(LAYER)
+        ]
+        own, whole = _words(sum(LAYER) // ranks), _words(sum(LAYER))
+        bucket, shard = _words(BUCKET // ranks * ranks), _words(BUCKET // ranks)
+        calls: dict[str, Callable[[], Any]] = {
+            "agree": lambda: comm.agree_sizes(layer, config=CONFIG),
+            "layer": lambda: comm.all_gather_into_tensor(
+                whole, own, agreed=[one for one, _ in layer], config=CONFIG, role="zero_param"
+            ),
+            "bucket": lambda: comm.reduce_scatter_tensor(shard, bucket, config=CONFIG, role="zero_grad"),
+            "check": lambda: comm.check_frames(DEVICE, config=CONFIG),
+        }  # fmt: skip
+        for name, call in calls.items():
+            counters.reset()
+            counting.calls.clear()
+            counting.between, counting.ratio = 0.0, RATIO[SUM if name == "bucket" else GATHER]
+            call()
+            waits = sum(row["host_waits"] for row in counters.rows())
+            found[name] = waits, dict(counting.calls), counting.between
+        staging = counters.memory()["staging buffers of frames"]
+    (layer_waits, layer_calls, layer_bytes), (bucket_waits, bucket_calls, bucket_bytes) = (
+        found["layer"],
+        found["bucket"],
+    )
+    ring = 2 * (ranks - 1) / ranks  # bytes for each bf16 element
+    return {
+        "nodes": nodes,
+        "each": each,
+        "staging_mib": staging / 2**20,
+        "waits_step": found["agree"][0] + found["check"][0] + 2 * LAYERS * layer_waits + buckets * bucket_waits,
+        "waits_bucket": bucket_waits,
+        "fragments_layer": layer_calls["collective"],
+        "collectives_bucket": bucket_calls["collective"],
+        "launches_layer": layer_calls["launch"],
+        "launches_bucket": bucket_calls["launch"],
+        "sent_gb": (2 * LAYERS * layer_bytes + buckets * bucket_bytes) / 1e9,
+        "plain_gb": ring * (2 * LAYERS * sum(LAYER) + buckets * BUCKET) / 1e9,
+    }
+
+
+def _words(numel: int) -> torch.Tensor:
+    return torch.empty(numel, dtype=torch.bfloat16)
+
+
+def rows() -> list[dict[str, Any]]:
+    """Return the counts of all :data:`TOPOLOGIES`. For a process of its own: the backend stays installed."""
+    counting = Counting()
+    COLLECTIVE_TRANSPORTS[BACKEND] = counting  # type: ignore[assignment]
+    admission.CODED_BACKENDS["cpu"] = (BACKEND,)
+    admission.STREAM_BACKENDS = (*admission.STREAM_BACKENDS, BACKEND)  # type: ignore[assignment]
+    kernels.ROUTES["cpu"] = {"counted": lambda: counting}
+    return [count(nodes, each, counting) for nodes, each in TOPOLOGIES]
+
+
+def main() -> None:
+    """Print the counts, and write them to the file of ``--json``."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--json", help="file for the counts")
+    args = parser.parse_args()
+    found = rows()
+    tables.show(COLUMNS, found)
+    if args.json:
+        command = f"python -m ds_zipccl.benchmarks.comm.counted --json {args.json}"
+        tables.write_json(args.json, found, command, made="Counted")
+
+
+if __name__ == "__main__":
+    main()

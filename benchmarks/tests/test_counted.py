@@ -1,0 +1,75 @@
+"""The counts of a step on NCCL groups: those of the docs are those of the schedules, and the simulated GPU counts the same."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import levels
+import pytest
+import torch
+import torch.distributed as dist
+from commands import python
+from on_sim import launcher, world
+from on_sim.cases import weights
+from places import PYTHONPATH, ROOT
+from sim.device import machine
+
+from ds_zipccl import comm, kernels
+from ds_zipccl.benchmarks.comm import counted
+
+MODULE = "ds_zipccl.benchmarks.comm.counted"
+#: Few enough words for the emulated kernels, and enough for several fragments and agreements of one MiB.
+LAYER, BUCKET = (160_000, 40_000), 600_000
+SMALL = f"""
+import json
+from dataclasses import replace
+from ds_zipccl.benchmarks.comm import counted
+counted.LAYER, counted.EMBEDDINGS, counted.LAYERS, counted.BUCKET = {LAYER}, (), 1, {BUCKET}
+counted.TOPOLOGIES = ((2, 2),)
+counted.CONFIG = replace(counted.CONFIG, staging_mib=1, nccl_min_bytes=0)
+print(json.dumps(counted.rows()))
+"""
+
+
+@pytest.mark.full(reason="two steps of 7B")
+def test_the_docs_have_the_counts_of_today(tmp_path: Path) -> None:
+    path = tmp_path / "counts.json"
+    result = python("-m", MODULE, "--json", str(path), PYTHONPATH=PYTHONPATH)
+    assert result.returncode == 0, result.stderr
+    wanted = json.loads((ROOT / "docs" / "results" / "nccl_counts.json").read_text())["rows"]
+    assert json.loads(path.read_text())["rows"] == wanted
+
+
+def collectives(kind: str) -> int:
+    """The collectives of a kind that this rank of the simulated GPU has begun."""
+    (communicator,) = machine().communicators.values()
+    return sum(call.kind == kind for call in communicator.calls[dist.get_rank()])
+
+
+def small(rank: int, ranks: int) -> tuple[int, int]:
+    """The gathers of a layer, and the exchanges of a bucket."""
+    levels.pretend(levels.nodes_of(2, 2))
+    config = replace(counted.CONFIG, staging_mib=1, nccl_min_bytes=0)
+    shards = [weights(rank, numel // ranks).to(f"cuda:{rank}") for numel in LAYER]
+    agreed = [comm.Agreed(str(len(shard)), len(shard)) for shard in shards]
+    comm.agree_sizes(list(zip(agreed, shards, strict=True)), config=config)
+    own = torch.cat(shards)
+    whole = own.new_empty(sum(LAYER))
+    comm.all_gather_into_tensor(whole, own, agreed=agreed, config=config, role="zero_param")
+    gathers = collectives("all_gather")
+    bucket = weights(rank, BUCKET).to(own.device)
+    comm.reduce_scatter_tensor(bucket.new_empty(BUCKET // ranks), bucket, config=config, role="zero_grad")
+    return gathers, collectives("all_to_all")
+
+
+@pytest.mark.full(reason="600,000 elements are many for the emulated kernels")
+def test_the_simulated_gpu_counts_the_same() -> None:
+    kernels.route()
+    result = python("-c", SMALL, PYTHONPATH=PYTHONPATH)
+    assert result.returncode == 0, result.stderr
+    (row,) = json.loads(result.stdout)
+    assert row["fragments_layer"] > 1 and row["collectives_bucket"] > 1 and row["waits_bucket"] > 1
+    outcome = world.run(small, 4, modes=world.Modes(races=False), route=launcher.route())
+    assert outcome.values == [(row["fragments_layer"], row["collectives_bucket"])] * 4
