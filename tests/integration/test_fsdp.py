@@ -203,13 +203,15 @@ def compiled(lab: Lab) -> Any:
 
 
 def evaluated(lab: Lab) -> Any:
-    """Evaluations between the steps, without gradients."""
+    """Evaluations between the steps, without gradients; a parameter changes between two of them."""
     model = lab.start(section=HOST)
     for _ in range(3):
         lab.train(model, 1)
         with torch.no_grad():
             for _ in range(3):
                 lab.loss(model)
+            model.blocks[0].up.weight.to_local().data.mul_(1.5)
+            lab.loss(model)
     return model
 
 
