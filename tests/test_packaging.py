@@ -62,7 +62,7 @@ def test_contents(wheel: Path) -> None:
         f"ds_zipccl/{path.relative_to(package).as_posix()}" for path in (package / "csrc").rglob("*") if path.is_file()
     }
     wanted |= {f"ds_zipccl/examples/{path.name}" for path in (ROOT / "examples").iterdir() if path.is_file()}
-    wanted |= {"ds_zipccl/FORMAT.md", "ds_zipccl/py.typed"}
+    wanted |= {f"ds_zipccl/{name}" for name in ("FORMAT.md", "py.typed", "kernels/self_test/golden.json")}
     assert {name for name in names if not name.startswith(info)} == wanted
 
 
