@@ -21,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import ds_zipccl
-from ds_zipccl import comm, tensors
+from ds_zipccl import comm, kernels, tensors
 from ds_zipccl.comm.decision import DecisionMemory
 from ds_zipccl.comm.group_state import group_state
 from ds_zipccl.kernels.sums import flushes_here
@@ -180,7 +180,8 @@ def test_every_operation_in_every_environment(ranks: int) -> None:
 
 
 def patched_empty() -> None:
-    """The mistake that this file is about, planted."""
+    """The mistake that this file is about, planted. The kernels have proven themselves before."""
+    kernels.route()
     tensors.empty = lambda numel, dtype, device="cpu": torch.empty(numel, dtype=dtype, device=device)
 
 
