@@ -19,7 +19,6 @@ from ds_zipccl.cli.planning.schedules import BASE_SPEED, COPY, HASH
 from ds_zipccl.codecs import compress
 from ds_zipccl.lossy import Int, LossyCodec, Round, TacoFp8, Zfp
 from ds_zipccl.policy.cost_model import (
-    AGREEMENT_S,
     DELTA_RATIO,
     GATHER,
     HOST_BUS,
@@ -381,20 +380,18 @@ def test_a_plan_says_where_lossy_gradients_cost_time(
 
 NODES = "plan --params 7e9 --gpus 32 --gpus-per-node 8 --live 0"
 #: Network of a node -> seconds of communication a step: ZeRO-3 plain and coded, ZeRO-2 plain, with owners, and with owners, coding and
-#: differences at ratio 8. Operations of 100 MB, a codec of 1 TB/s. They are those of the design with rings that pass (n-1)/n: plain and
-#: owners take 31/24 of its times where the network is slower than NVLink, and sums in two levels as long as there.
+#: differences at ratio 8. Operations of 200 MB, a codec of 1 TB/s, no latency of rings. Plain and owners are those of the design with rings
+#: that pass (n-1)/n: 31/24 of its times where the network is slower than NVLink.
 DESIGN = {
     "8x400gbit/node": ("0.11", "0.11", "0.11", "0.07", "0.07"),
-    "8x200gbit/node": ("0.21", "0.21", "0.21", "0.14", "0.11"),
-    "8x100gbit/node": ("0.43", "0.34", "0.43", "0.29", "0.15"),
-    "400gbit/node": ("0.86", "0.62", "0.86", "0.57", "0.25"),
-    "200gbit/node": ("1.71", "1.16", "1.71", "1.14", "0.44"),
-    "100gbit/node": ("3.43", "2.26", "3.43", "2.28", "0.82"),
-    "25gbit-tcp/node": ("15.3", "9.8", "15.3", "10.2", "3.5"),
-    "10gbit-tcp/node": ("38.3", "24.5", "38.3", "25.5", "8.6"),
+    "8x200gbit/node": ("0.21", "0.21", "0.21", "0.14", "0.14"),
+    "8x100gbit/node": ("0.43", "0.38", "0.43", "0.29", "0.23"),
+    "400gbit/node": ("0.86", "0.72", "0.86", "0.57", "0.38"),
+    "200gbit/node": ("1.71", "1.39", "1.71", "1.14", "0.68"),
+    "100gbit/node": ("3.43", "2.33", "3.43", "2.28", "0.91"),
+    "25gbit-tcp/node": ("15.3", "9.9", "15.3", "10.2", "3.6"),
+    "10gbit-tcp/node": ("38.3", "24.6", "38.3", "25.5", "8.7"),
 }
-#: Seconds of the host waits of 280 gathers: the design reckoned with them, and the gathers of ZeRO-3 no longer have them.
-WAITS = 280 * AGREEMENT_S
 
 
 def on_nccl(tmp_path: Path, *words: str) -> list[dict[str, Any]]:
@@ -407,25 +404,23 @@ def seconds(rows: list[dict[str, Any]], network: str, variant: str) -> float:
 
 
 def test_every_row_of_the_design(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = ("--network", "--bucket", "1e8", "--gpu-profile", "assumed-1.0")
+    words = ("--network", "--bucket", "1e8", "--gpu-profile", "assumed-1.0", "--hop", "0")
     three = on_nccl(tmp_path, "--zero", "3", *words)
     two = on_nccl(tmp_path, "--zero", "2", "--round-robin", "--delta-ratio", "8", *words)
     assert {row["network"] for row in three} == set(DESIGN)
     for network, wanted in DESIGN.items():
-        gathers = [row["how"] for row in three if row["network"] == network and row["op"] == "all_gather"]
-        coded = seconds(three, network, "coded") + WAITS * ("coded" in gathers)
-        found = (seconds(three, network, "plain"), coded)
-        found += tuple(seconds(two, network, variant) for variant in ("plain", "owners", "coded"))
+        found = [seconds(three, network, variant) for variant in ("plain", "coded")]
+        found += [seconds(two, network, variant) for variant in ("plain", "owners", "coded")]
         for got, text in zip(found, wanted, strict=True):
             rounding = 0.5 * 10 ** -len(text.partition(".")[2])
             nearest = min(max(got, float(text) - rounding), float(text) + rounding)
-            assert got == pytest.approx(nearest, rel=0.05), (network, text)
+            assert got == pytest.approx(nearest, rel=0.01), (network, text)
     printed = capsys.readouterr().out
     assert "1.0 TB/s, assumed" in printed
     default = "s a step, with the default config as long (NCCL groups pass), with"
     assert printed.count(default) == 2 * len(DESIGN)
     assert f'8x400gbit/node: plain communication takes 0.11 {default} "nccl": "on" as long\n' in printed
-    times = f'38.3 {default} "nccl": "on" 24.5 s (1.56 times less), with "nccl": "on" and'
+    times = f'38.3 {default} "nccl": "on" 24.6 s (1.56 times less), with "nccl": "on" and'
     assert f"10gbit-tcp/node: plain communication takes {times}" in printed
 
 
@@ -437,7 +432,7 @@ def test_the_headline_is_answered(capsys: pytest.CaptureFixture[str]) -> None:
     assert "memory: zero3_base auto keeps 6.98e+09 frozen parameters: 13.96 GB of every node" in printed
     assert printed.splitlines()[-1] == (
         "answer, 10gbit-tcp/node: plain communication takes 23 s a step, with the default config as long (NCCL groups pass), "
-        'with "nccl": "on" 0.585 s (39.3 times less)'
+        'with "nccl": "on" 0.609 s (37.8 times less)'
     )
     assert main([*words, "1.25gbit-tcp/gpu"]) == 0
     assert "answer, 1.25gbit-tcp/gpu: plain communication takes 23 s a step" in capsys.readouterr().out
