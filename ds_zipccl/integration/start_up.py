@@ -41,9 +41,7 @@ def begin(job: Job, config: ZipcclConfig, device: torch.device, unhooked: Mappin
             profile = comm.calibrate()
         else:
             find_nodes()  # sums depend on the nodes, and must not depend on the mode
-    settled = comm_engine.settle(config, device)
-    if settled is not None and not any(config.mode_of(role) == "always" for role in ROLES):
-        job.bypass = Bypass(job.role_of, settled.device)
+    settled = _settle(job, config, device)
     if torch.distributed.get_rank() == 0:
         groups, nodes = start_line.groups_here(), group_nodes(resolve_group(None))
         covered = start_line.describe(groups, device.type, config, settled)
@@ -53,6 +51,14 @@ def begin(job: Job, config: ZipcclConfig, device: torch.device, unhooked: Mappin
             print(line, flush=True)
         atexit.register(table.show, "at the end")
         job.step_log = StepLog(config.step_log) if config.step_log else None
+
+
+def _settle(job: Job, config: ZipcclConfig, device: torch.device) -> comm_engine.Settled | None:
+    """Settle sums and moves of groups in stream order. Where these may all pass, the job has a way past the engines."""
+    settled = comm_engine.settle(config, device)
+    if settled is not None and not any(config.mode_of(role) == "always" for role in ROLES):
+        job.bypass = Bypass(job.role_of, settled.device)
+    return settled
 
 
 def load_kernels(config: ZipcclConfig, device: torch.device) -> None:

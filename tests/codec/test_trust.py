@@ -270,7 +270,8 @@ def test_planted_libraries_do_not_run(built: Path, shared: Path, tmp_path: Path)
     private = tmp_path / "home" / ".cache" / "ds_zipccl"
     for copy in (shared / "ds_zipccl", private):
         shutil.copytree(built / "ds_zipccl", copy)
-    (library,), (lock,) = (shared / "ds_zipccl").glob("*.so"), (shared / "ds_zipccl").glob("*.lock")
+    (library,) = (shared / "ds_zipccl").glob("*.so")
+    (lock,) = (shared / "ds_zipccl").glob(f"*{library.stem}*.lock")
     (tmp_path / "evil.cpp").write_text(EVIL)
     build._run([*build.compiler(), "-shared", "-fPIC", str(tmp_path / "evil.cpp"), "-o", str(library)], str(tmp_path))
     load = f"import ctypes; ctypes.CDLL({str(library)!r})"

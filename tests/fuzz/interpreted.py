@@ -17,6 +17,11 @@ import torch
 
 from ds_zipccl.codecs import compress, decompress
 from ds_zipccl.frame import FrameError
+from ds_zipccl.kernels import self_test
+
+# numpy's integers do not behave as compiled ones everywhere; and no stamp may say that compiled kernels have passed
+self_test._once = lambda facts, make: make(None)
+self_test.prove = lambda *given, **named: 0
 
 
 def encode_all_lengths() -> None:

@@ -15,7 +15,7 @@ import torch
 from ds_zipccl.comm import engine as comm_engine
 from ds_zipccl.comm.device import choice
 from ds_zipccl.config import ZipcclConfig
-from ds_zipccl.integration import hints, job
+from ds_zipccl.integration import hints, job, start_up
 from ds_zipccl.integration.backend import ZipcclBackend
 from ds_zipccl.integration.job import Bypass, Job
 from ds_zipccl.policy.admission import PassReason
@@ -131,12 +131,12 @@ def test_a_step_without_a_choice_costs_nothing() -> None:
 
 
 def test_a_job_passes_calls_where_no_role_is_always_coded(monkeypatch: pytest.MonkeyPatch) -> None:
-    found, settled = ZipcclBackend.__new__(ZipcclBackend), SimpleNamespace(device="cpu")
+    settled = SimpleNamespace(device="cpu")
     cases: list[tuple[Any, dict[str, Any], bool]] = [
         (settled, {}, True), (settled, {"mode": "always"}, False), (settled, {"roles": {"ep": "always"}}, False), (None, {}, False),
     ]  # fmt: skip
     for choice_made, settings, passes in cases:
         monkeypatch.setattr(comm_engine, "settle", lambda config, device, made=choice_made: made)
-        found.job = Job()
-        assert found._settle(ZipcclConfig(enabled=True, nccl="on", **settings)) is choice_made
-        assert (found.job.bypass is not None) == passes, settings
+        found, config = Job(), ZipcclConfig(enabled=True, nccl="on", **settings)
+        assert start_up._settle(found, config, torch.device("cpu")) is choice_made
+        assert (found.bypass is not None) == passes, settings

@@ -51,7 +51,6 @@ class Proof(NamedTuple):
 PATIENCE = 60.0
 #: Statuses of a test in a process of its own: a byte is wrong, and it could not use the device.
 WRONG, UNREACHED = 10, 11
-_ROOT = Path(__file__).resolve().parents[3]
 _SAID_BY_CPUS = ("model name", "flags", "Features")
 #: The CPU backend that was proven last: asked for the right bytes where those of another backend are wrong.
 _witnesses: list[Any] = []
@@ -148,8 +147,8 @@ def _apart(name: str, device: torch.device) -> int:
     Raises:
         SelfTestError: a byte is wrong, or the process did not pass in time.
     """
-    environment = {**os.environ, "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
-    environment["PYTHONPATH"] = os.pathsep.join(filter(None, (str(_ROOT), os.environ.get("PYTHONPATH"))))
+    path = os.pathsep.join(filter(None, sys.path))
+    environment = {**os.environ, "TORCH_DEVICE_BACKEND_AUTOLOAD": "0", "PYTHONPATH": path}
     process = subprocess.Popen(
         command(name, device),
         env=environment,
