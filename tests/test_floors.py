@@ -292,3 +292,10 @@ assert torch.equal(ds_zipccl.decompress(ds_zipccl.compress(x, route="numba")), x
 def test_importing_costs_nothing_and_needs_no_deepspeed(tmp_path: Path) -> None:
     result = python("-c", LIGHT, DS_ZIPCCL_CACHE=str(tmp_path / "cache"))
     assert result.returncode == 0, result.stderr
+
+
+def test_no_text_names_a_module_behind_the_wall() -> None:
+    """Docstrings too: a reference is a thing to keep in step."""
+    names = re.compile(r"comm\.(host|device)")
+    found = {str(path.relative_to(PACKAGE)) for path in PACKAGE.rglob("*.py") if names.search(path.read_text())}
+    assert {name for name in found if not name.startswith(ENGINES)} == {"comm/engine.py"}

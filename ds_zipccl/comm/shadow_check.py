@@ -195,5 +195,10 @@ AnyShadow = Shadow | LossyShadow
 
 
 def _show(value: torch.Tensor) -> str:
+    return f"{value.item():g} ({hexadecimal(value)})"
+
+
+def hexadecimal(value: torch.Tensor) -> str:
+    """Return the bits of a tensor of one element, such as 0x7fc0."""
     width = 2 * value.element_size()
-    return f"{value.item():g} (0x{int(bits(value.reshape(1))[0]) & (1 << 4 * width) - 1:0{width}x})"
+    return f"0x{int(bits(value.reshape(1))[0]) & (1 << 4 * width) - 1:0{width}x}"

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from ds_zipccl import comm, devices, tensors
 from ds_zipccl.comm import engine, topology
 from ds_zipccl.comm.group_state import find_nodes, group_nodes, group_state, resolve_group
+from ds_zipccl.comm.shadow_check import bits, hexadecimal
 from ds_zipccl.config import ZipcclConfig
 from ds_zipccl.telemetry import counters
 
@@ -127,11 +128,11 @@ def _sum(numbers: Sequence[torch.Tensor]) -> torch.Tensor:
 
 def _wrong(name: str, got: torch.Tensor, wanted: torch.Tensor) -> str:
     """Return the first word that is wrong; "" where all are right."""
-    kind = {2: torch.int16, 4: torch.int32}[wanted.element_size()]
-    here, right = got.cpu().view(kind), wanted.view(kind)
-    wrong = (here != right).nonzero()
+    here = got.cpu()
+    wrong = (bits(here) != bits(wanted)).nonzero()
     if not len(wrong):
         return ""
-    at, digits = int(wrong[0]), 2 * wanted.element_size()
-    found, meant = (int(words[at]) & (1 << 4 * digits) - 1 for words in (here, right))
-    return f"{name}: word {at} is 0x{found:0{digits}x}, wanted 0x{meant:0{digits}x}; {len(wrong)} words are wrong"
+    at = int(wrong[0])
+    return (
+        f"{name}: word {at} is {hexadecimal(here[at])}, wanted {hexadecimal(wanted[at])}; {len(wrong)} words are wrong"
+    )

@@ -12,20 +12,13 @@ import pytest
 import shim
 from engines import SOURCES, ZERO3, Lab, bits, rank_program
 from programs import launch, reference
+from test_engines_agreed import SECTION as OF_STREAMS
+from test_engines_agreed import SIZES
 
 from ds_zipccl import kernels
 from ds_zipccl.kernels import self_test
 
-SECTION = {
-    "enabled": True,
-    "mode": "always",
-    "min_bytes": 1024,
-    "nccl": "on",
-    "nccl_min_bytes": 4096,
-    "reduction": "match",
-}
-#: As emulated kernels are slow.
-SIZES = {"VOCABULARY": 128, "WIDTH": 128}
+SECTION = {**OF_STREAMS, "reduction": "match"}
 
 
 def trained(lab: Lab, stage: int) -> None:

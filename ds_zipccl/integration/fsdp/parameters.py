@@ -1,6 +1,6 @@
 """The parameters of one FSDP2 model: their bases, and when ranks agree on them anew.
 
-Gathers of parameters from bases follow the rules of :mod:`ds_zipccl.comm.host.versions`: ranks agree, copy, and compare again. FSDP2 has
+Gathers of parameters from bases follow the rules of :class:`ds_zipccl.comm.Keeper`: ranks agree, copy, and compare again. FSDP2 has
 no function for a change of parameters, and a program may write to them between any two passes. So an agreement precedes the first gather
 of every forward pass and of every pass that gathers ahead of it. A write between passes is found by that agreement, and the parameter is
 gathered by messages. A write within a pass that has copied the parameter raises CommError on all ranks, before the optimizer step.
