@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from measured import VARIANTS, picture, provenance, results, table
+from measured import ROOT, VARIANTS, picture, provenance, results, table
 
 #: column of the training table -> key of its rows, and the format of its values
 _TRAINED: dict[str, tuple[str, Callable[[Any], str]]] = {
@@ -123,6 +123,28 @@ def experts(page: Path) -> str:
     return f"{train(page, 'train_moe')}\n\n{table(heads, rows)}"
 
 
+#: Results file -> the command that writes it.
+_FSDP2 = {
+    "train_fsdp2": "fsdp2 --set zero3_base=host --ranks 2 --link loopback 250mbit --steps 16 --skip 5 --variants plain raw coded auto",
+    "train_fsdp2_lora": "fsdp2-lora --ranks 2 --link loopback 1gbit --steps 16 --skip 5 --variants plain raw coded auto",
+}
+
+
+def fsdp2(page: Path) -> str:
+    """Trainings under FSDP2, as far as they have been measured, and the commands of the others."""
+    measured = [name for name in _FSDP2 if (ROOT / "docs" / "results" / f"{name}.json").exists()]
+    commands = [
+        f"python -m ds_zipccl bench train --workload {words} --json docs/results/{name}.json"
+        for name, words in _FSDP2.items()
+        if name not in measured
+    ]
+    parts = [train(page, *measured)] if measured else []
+    if commands:
+        parts.append("Not measured yet:\n\n```sh\n" + "\n".join(commands) + "\n```")
+    said = [deviations(results(name)) for name in measured]
+    return "\n\n".join([*parts, *said]).replace("DeepSpeed", "plain FSDP2")
+
+
 def finetune(page: Path) -> str:
     """A training at the learning rate of fine-tuning."""
     return f"{train(page, 'train_finetune')}\n\n{deviations(results('train_finetune'))}"
@@ -235,6 +257,7 @@ def figures(page: Path) -> str:
 
 #: The five trainings of the README: results file, and the fields that choose the rows. The last one is slower with ds_zipccl.
 _FIVE: tuple[tuple[str, str, dict[str, Any]], ...] = (
+    ("LoRA, FSDP2", "train_fsdp2_lora", {"link": "1gbit"}),  # a sixth, once it is measured
     ("LoRA, ZeRO-3", "train_lora", {"link": "1gbit"}),
     ("ZeRO-2", "train_zero2", {}),
     ("ZeRO-3, `zero3_base` host", "train_zero3_base", {}),
@@ -247,9 +270,11 @@ def five(page: Path) -> str:
     """The README's picture and table of five trainings."""
     rows = []
     for text, name, wanted in _FIVE:
+        if not (ROOT / "docs" / "results" / f"{name}.json").exists():
+            continue
         plain, coded = _pair(name, **wanted)
         speedup = f"{coded['speedup']:.2f}" if coded["speedup"] >= 1 else f"**{coded['speedup']:.2f}: slower**"
         times = (f"{row['step_ms']:.0f}" for row in (plain, coded))
         rows.append((text, coded["ranks"], _link(coded["link"]), *times, speedup))
-    heads = ("training", "ranks", "link", "DeepSpeed, ms a step", "compressed, ms a step", "speed-up")
+    heads = ("training", "ranks", "link", "plain, ms a step", "compressed, ms a step", "speed-up")
     return picture("Steps, computing and communication apart", "train.png", page) + table(heads, rows)
