@@ -386,7 +386,7 @@ SECTIONS: dict[str, Section] = {
         trained.lossy, names=("train_lossy_pipeline", "train_lossy_pipeline_slow", "train_lossy_fused")
     ),
     "finetune": trained.finetune,
-    "fsdp2": partial(trained.train, names=("train_fsdp2_lora",)),
+    "fsdp2": trained.fsdp2,
     "group_state": group_state,
     "versions": release_tables.versions,
     "volume": trained.volume,

@@ -123,6 +123,12 @@ def experts(page: Path) -> str:
     return f"{train(page, ('train_moe',))}\n\n{table(heads, rows)}"
 
 
+def fsdp2(page: Path) -> str:
+    """Trainings under FSDP2."""
+    said = f"{train(page, ('train_fsdp2_lora',))}\n\n{deviations(results('train_fsdp2_lora'))}"
+    return said.replace("DeepSpeed", "plain FSDP2")
+
+
 def finetune(page: Path) -> str:
     """A training at the learning rate of fine-tuning."""
     return f"{train(page, ('train_finetune',))}\n\n{deviations(results('train_finetune'))}"

@@ -121,6 +121,17 @@ def test_wheel_with_its_library_needs_no_compiler(wheel: Path, tmp_path: Path, m
     assert "no C++ compiler" in _run("-c", planted, cwd=tmp_path, python=bare, fails=True, **nothing)
 
 
+@pytest.mark.full(reason="builds an environment and installs")
+def test_the_recipe_of_fsdp2_runs_with_the_wheel_and_torch(wheel: Path, tmp_path: Path) -> None:
+    """As docs/fsdp.md says, on a machine with a compiler; pip finds all that the wheel requires."""
+    bare = environments.without(tmp_path / "bare", "deepspeed", "pydantic", "transformers", "accelerate", "peft")
+    _run("-m", "pip", "install", "-q", "--no-index", "--no-compile", str(wheel), python=bare)
+    recipe = shutil.copy(ROOT / "examples" / "recipes" / "fsdp2.py", tmp_path)
+    words = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", recipe, "--lora", "--steps", "3"]
+    said = _run(*words, cwd=tmp_path, python=bare, OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo")
+    assert "on, codes cpu tensors over gloo" in said and said.count("loss ") == 3 and "went as differences" in said
+
+
 #: What a machine without compiler, DeepSpeed and numba runs.
 SHIPPED = """
 import sys, time

@@ -100,5 +100,5 @@ def _difference(said: dict[int, str]) -> str:
             holders.setdefault(value, []).append(rank)
         if len(holders) > 1:
             lines.append(f"  {key}: " + "; ".join(f"{value} on ranks {ranks}" for value, ranks in holders.items()))
-    lines.append("give every rank the same package, the same ds_config and the same DS_ZIPCCL")
+    lines.append("give every rank the same package, the same section and the same DS_ZIPCCL")
     return "\n".join(lines)

@@ -160,8 +160,8 @@ class Job:
         config = parse_section(chosen)
         if self.section is not None:
             raise ConfigError(
-                f'this process already runs with "{SECTION}": {self.section}, another engine asks for {text}; '
-                "all engines of a process share its communication: give them the same section"
+                f'this process already runs with "{SECTION}": {self.section}, another engine or model asks for {text}; '
+                "all of a process share its communication: give them the same section"
             )
         self.section = text
         if not config.enabled and "enabled" not in (chosen or {}) and dist.get_rank() == 0:

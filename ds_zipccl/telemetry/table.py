@@ -16,7 +16,7 @@ _TEXTS = {0, 1, len(_HEADER) - 1}  # columns aligned to the left
 
 #: Pattern of a word that the table may have -> the line that explains the word.
 _LEGEND = {
-    r"(?m)^\S+ +agreement\b": "agreement: ranks agree on sizes or earlier values before gathers; plain DeepSpeed sends no such message",
+    r"(?m)^\S+ +agreement\b": "agreement: ranks agree on sizes or earlier values before gathers; plain communication sends no such message",
     r" shards went as differences": "shards: this rank's parts of gathered tensors, where others may hold those of an earlier gather",
     r", group [^:]+: ": "group: the name that torch gives to a process group other than the default one, which has all ranks",
 }

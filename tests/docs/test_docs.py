@@ -436,7 +436,7 @@ def test_the_config_of_llamafactory_is_that_of_trainer_in_most() -> None:
     assert own | {"zipccl": 0} == trainer | {"zipccl": 0}
 
 
-@pytest.mark.parametrize("path", sorted(RECIPES.glob("*.yaml")), ids=lambda path: str(path.stem))
+@pytest.mark.parametrize("path", sorted(RECIPES.glob("*[!2].yaml")), ids=lambda path: str(path.stem))  # not for FSDP2
 def test_files_of_launchers_name_a_config(path: Path) -> None:
     (config,) = NAMED.findall(path.read_text())
     folder = ROOT if "/" in config else RECIPES  # users copy the files without a folder, both of them

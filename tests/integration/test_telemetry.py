@@ -87,7 +87,7 @@ def test_table() -> None:
 
 
 LEGEND = {
-    "agreement": "agreement: ranks agree on sizes or earlier values before gathers; plain DeepSpeed sends no such message",
+    "agreement": "agreement: ranks agree on sizes or earlier values before gathers; plain communication sends no such message",
     "shards": "shards: this rank's parts of gathered tensors, where others may hold those of an earlier gather",
     "group": "group: the name that torch gives to a process group other than the default one, which has all ranks",
 }

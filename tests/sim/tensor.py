@@ -177,9 +177,10 @@ def _enqueue(func: Any, args: Any, kwargs: dict[str, Any], found: list[torch.Ten
         for tensor in found
         if isinstance(tensor, DeviceTensor) and not any(tensor is one for one in written)
     ]
-    if func._schema.returns and func._schema.returns[0].alias_info is not None:
+    if not func._schema.returns or func._schema.returns[0].alias_info is not None:
         gpu.launch("kernel", name, lambda: func(*inner_args, **inner_kwargs), reads, writes)
-        return written[0] if len(func._schema.returns) == 1 else tuple(written)
+        results = tuple(written[: len(func._schema.returns)])  # lists of tensors are written without a result
+        return results[0] if len(results) == 1 else results or None
     meta_args, meta_kwargs = pytree.tree_map(_meta, (args, kwargs))
     shapes, tree = pytree.tree_flatten(func(*meta_args, **meta_kwargs))
     if func in _FACTORIES:

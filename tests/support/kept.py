@@ -55,7 +55,7 @@ class Rank:
         self.rank, self.ranks, self.config, self.dtype, self.sizes = rank, ranks, config, dtype, sizes
         self.shards = [self._words(number, shard, rank) for number, shard in enumerate(sizes)]
         self.slots = comm.allocate_bases([(shard, dtype) for shard in sizes], kind, dist.group.WORLD)
-        self.keeper = Keeper(dist.group.WORLD, config, copies=copies)
+        self.keeper = Keeper(dist.group.WORLD, config, "write later", copies=copies)
         self.kept = [Kept(f"p{n}", partial(self.shards.__getitem__, n), self.keeper) for n in range(len(sizes))]
         for kept, slot in zip(self.kept, self.slots, strict=True):
             kept.hold(slot)

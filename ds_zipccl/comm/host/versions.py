@@ -51,10 +51,6 @@ _CHANGED, _UNFILLED, _BROKEN = -1, -2, -3
 _CHUNK = 1 << 20
 _memcmp = ctypes.CDLL(None).memcmp
 _memcmp.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
-_REMEDY = (
-    "the gathers since the last step may mix old and new words; write to parameters between optimizer steps, or inside "
-    'deepspeed.zero.GatheredParameters(..., modifier_rank=...), or set "zero3_base": "off"'
-)
 
 
 class Kept(Versioned):
@@ -186,7 +182,8 @@ class Kept(Versioned):
             if reason != CHANGED:
                 said = f"the copies that ranks gather from are not the same any more ({reason})"
             self._told = True
-            raise self.keeper.error(f"{self.name}: {said}; {_REMEDY}")
+            mixed = "the gathers since the last step may mix old and new words"
+            raise self.keeper.error(f'{self.name}: {said}; {mixed}; {self.keeper.remedy}, or set "zero3_base": "off"')
         return reason
 
 
@@ -195,16 +192,15 @@ class Keeper:
 
     Args:
         copies: copies of one base between two comparisons. 1 where no optimizer step ever checks the copies.
+        remedy: when a program of the caller's kind may write to parameters, for messages.
 
     ``steps``: an optimizer step checks the copies that are made now, and a write after them is an error. Otherwise it is a miss, which the
     next agreement finds. Equal on all ranks.
     """
 
-    def __init__(
-        self, group: dist.ProcessGroup, config: ZipcclConfig, role: str = "zero_param", copies: int = COPIES
-    ) -> None:
-        self._group, self._config, self._role, self.copies = group, config, role, copies
-        self.steps = copies > 1
+    def __init__(self, group: dist.ProcessGroup, config: ZipcclConfig, remedy: str, *, copies: int = COPIES) -> None:
+        self._group, self._config, self._role, self.copies = group, config, "zero_param", copies
+        self.steps, self.remedy = copies > 1, remedy
         self.parameters: list[Kept] = []
 
     def refresh(self) -> None:

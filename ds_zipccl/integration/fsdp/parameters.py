@@ -24,6 +24,8 @@ from ds_zipccl.config import ZipcclConfig
 from ds_zipccl.integration.zero import gathers
 from ds_zipccl.integration.zero.gathers import Gathered
 
+_REMEDY = "write to parameters between an optimizer step and the next forward pass"
+
 
 class Unit(NamedTuple):
     """A module of ``fully_shard``: its name, torch's parameter group of it, and the group over which its shards are gathered."""
@@ -58,7 +60,7 @@ class Parameters:
         wanted: list[Gathered] = []
         for unit in units:
             if unit.group not in keepers:
-                keepers[unit.group] = Keeper(unit.group, config)
+                keepers[unit.group] = Keeper(unit.group, config, _REMEDY)
                 keepers[unit.group].steps = False  # passes bracket the copies, not the steps of an engine: see above
             keeper = keepers[unit.group]
             found = [_parameter(sharded, names, keeper) for sharded in unit.param_group.fsdp_params]

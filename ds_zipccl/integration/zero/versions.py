@@ -38,6 +38,7 @@ from ds_zipccl.policy import admission
 #: Classes, by name, that change parameters in ways that are known here. Other subclasses may change them in the background; SuperOffload's
 #: processes change the optimizer's own copies, and its step the shards.
 _KNOWN = ("DeepSpeedZeroOptimizer_Stage3", "SuperOffloadOptimizer_Stage3", "DeepSpeedZeRoOffload")
+_REMEDY = "write between optimizer steps, or inside deepspeed.zero.GatheredParameters(..., modifier_rank=...)"
 #: Partition group -> its state, and its parameters with their names, in the order of their numbers, which is the same on all ranks.
 _Groups = dict[Any, tuple[GroupState, list[tuple[str, Any]]]]
 
@@ -67,7 +68,7 @@ class Versions:
             if members.streams(device.type):
                 self._groups.append((group, [param for _, param in some]))
             else:
-                self._keepers.append(keeper := Keeper(group, config, copies=COPIES if steps else 1))
+                self._keepers.append(keeper := Keeper(group, config, _REMEDY, copies=COPIES if steps else 1))
             for name, param in some:
                 setattr(param, VERSIONS, self)
                 setattr(param, STATE, _state_of(name, param, keeper))
