@@ -19,6 +19,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
+import drawing
 import lossy_tables
 import measured
 import modelled
@@ -60,16 +61,6 @@ def config(page: Path) -> str:
     """Every key of the section."""
     rows = ((f"`{name}`", _default(name), _values(name), _escaped(key.meaning)) for name, key in KEYS.items())
     return table(("key", "default", "values", "meaning"), rows)
-
-
-#: The keys that the README shows.
-MAIN_KEYS = ("mode", "nccl", "zero3_base", "reduction", "roles")
-
-
-def keys(page: Path) -> str:
-    """The keys that matter most."""
-    rows = ((f"`{name}`", _default(name), _escaped(KEYS[name].meaning)) for name in MAIN_KEYS)
-    return table(("key", "default", "meaning"), rows)
 
 
 def environment(page: Path) -> str:
@@ -341,6 +332,11 @@ def device_fill(page: Path) -> str:
     return table(head, rows)
 
 
+def jobs(page: Path) -> str:
+    """The README's table of jobs: those that were trained, and nodes with GPUs by the model."""
+    return trained.jobs(modelled.job())
+
+
 Section = Callable[[Path], str]
 SECTIONS: dict[str, Section] = {
     "bypassed": bypassed_features,
@@ -348,7 +344,6 @@ SECTIONS: dict[str, Section] = {
     "config": config,
     "device_fill": device_fill,
     "environment": environment,
-    "keys": keys,
     "lossy_codecs": lossy_tables.codecs,
     "lossy_sizes": lossy_tables.sizes,
     "matrix": matrix,
@@ -364,7 +359,7 @@ SECTIONS: dict[str, Section] = {
     "cuda_static": measured.cuda_static,
     "doctor": trained.doctor,
     "figures": trained.figures,
-    "five": trained.five,
+    "jobs": jobs,
     "forecast": measured.forecast,
     "forecast_nccl": modelled.forecast,
     "gpu": measured.gpu,
@@ -414,7 +409,7 @@ def generate(text: str, page: Path) -> str:
 
 
 def main() -> int:
-    """Write all pages.
+    """Write all pages and drawings.
 
     Returns:
         Exit status: 0.
@@ -425,6 +420,8 @@ def main() -> int:
         if after != before:
             page.write_text(after)
             print(f"{page.relative_to(ROOT)} written")
+    for path, text in drawing.files().items():
+        path.write_text(text)
     return 0
 
 

@@ -257,3 +257,17 @@ def forecast(page: Path) -> str:
         gains = [found[name, "plain"] / found[name, "coded"] for found in (three, two)]
         rows.append((shown, *(f"{gain:.2f}" for gain in gains)))
     return table(("network of a node (model)", "ZeRO-3", "ZeRO-2, `round_robin_gradients`"), rows)
+
+
+def job() -> tuple[str, ...]:
+    """A row of the README's table of jobs."""
+    found = _planned(3)
+    gain = found["100gbit/node", "plain"] / found["100gbit/node", "coded"]
+    return (
+        "4 nodes of 8 GPUs, ZeRO-3, NCCL",
+        "100 Gbit/s a node",
+        "-",
+        "-",
+        f"{gain:.2f} of communication (a model)",
+        "-",
+    )

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from measured import ROOT, VARIANTS, picture, provenance, results, table
+from measured import VARIANTS, picture, provenance, results, table
 
 #: column of the training table -> key of its rows, and the format of its values
 _TRAINED: dict[str, tuple[str, Callable[[Any], str]]] = {
@@ -32,10 +32,10 @@ _TRAINED: dict[str, tuple[str, Callable[[Any], str]]] = {
 }
 
 
-def train(page: Path, *names: str) -> str:
+def train(page: Path, names: Sequence[str] = ("train",)) -> str:
     """Picture and table of each results file of trainings; columns that older results do not have are left out."""
     parts = []
-    for name in names or ("train",):
+    for name in names:
         content = results(name)
         shown = {head: how for head, how in _TRAINED.items() if how[0] in content["rows"][0]}
         rows = (
@@ -48,7 +48,7 @@ def train(page: Path, *names: str) -> str:
 
 def beyond(page: Path) -> str:
     """Trainings with differences and with sums that go to their owners only."""
-    return train(page, "train_zero2", "train_zero2_4", "train_zero3_base", "train_zero3_base_4")
+    return train(page, ("train_zero2", "train_zero2_4", "train_zero3_base", "train_zero3_base_4"))
 
 
 def doctor(page: Path) -> str:
@@ -98,7 +98,7 @@ def _lossy(content: dict[str, Any]) -> str:
 def lora(page: Path) -> str:
     """Trainings of LoRA adapters under ZeRO-3, and how far ZeRO++ is from their bits."""
     names = ("train_lora", "train_lora_4")
-    return "\n\n".join([train(page, *names), *(deviations(results(name)) for name in names)])
+    return "\n\n".join([train(page, names), *(deviations(results(name)) for name in names)])
 
 
 #: Kinds of the exchanges of a layer of experts, in the order of a step.
@@ -120,34 +120,18 @@ def experts(page: Path) -> str:
             time = f"{ours[(*place, variant)] / plain[place]:.2f}"
             rows.append((*place, VARIANTS[variant], f"{found['share']:.0%}", time, *ratios))
     heads = ("workload", "link", "variant", "part of all bytes", "time / DeepSpeed's", "ratio", *_KINDS)
-    return f"{train(page, 'train_moe')}\n\n{table(heads, rows)}"
-
-
-#: Results file -> the command that writes it.
-_FSDP2 = {
-    "train_fsdp2": "fsdp2 --set zero3_base=host --ranks 2 --link loopback 250mbit --steps 16 --skip 5 --variants plain raw coded auto",
-    "train_fsdp2_lora": "fsdp2-lora --ranks 2 --link loopback 1gbit --steps 16 --skip 5 --variants plain raw coded auto",
-}
+    return f"{train(page, ('train_moe',))}\n\n{table(heads, rows)}"
 
 
 def fsdp2(page: Path) -> str:
-    """Trainings under FSDP2, as far as they have been measured, and the commands of the others."""
-    measured = [name for name in _FSDP2 if (ROOT / "docs" / "results" / f"{name}.json").exists()]
-    commands = [
-        f"python -m ds_zipccl bench train --workload {words} --json docs/results/{name}.json"
-        for name, words in _FSDP2.items()
-        if name not in measured
-    ]
-    parts = [train(page, *measured)] if measured else []
-    if commands:
-        parts.append("Not measured yet:\n\n```sh\n" + "\n".join(commands) + "\n```")
-    said = [deviations(results(name)) for name in measured]
-    return "\n\n".join([*parts, *said]).replace("DeepSpeed", "plain FSDP2")
+    """Trainings under FSDP2."""
+    said = f"{train(page, ('train_fsdp2_lora',))}\n\n{deviations(results('train_fsdp2_lora'))}"
+    return said.replace("DeepSpeed", "plain FSDP2")
 
 
 def finetune(page: Path) -> str:
     """A training at the learning rate of fine-tuning."""
-    return f"{train(page, 'train_finetune')}\n\n{deviations(results('train_finetune'))}"
+    return f"{train(page, ('train_finetune',))}\n\n{deviations(results('train_finetune'))}"
 
 
 def deviations(content: dict[str, Any]) -> str:
@@ -194,11 +178,10 @@ def volume(page: Path) -> str:
     return f"{provenance(content)}\n\n" + table(heads, rows) + f"\n\n{deviations(content)}"
 
 
-def _pair(name: str, **wanted: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The plain and the compressed row of one training in a results file."""
+def _variants(name: str, **wanted: Any) -> dict[str, dict[str, Any]]:
+    """The rows of one training in a results file, by variant."""
     rows = [row for row in results(name)["rows"] if all(row[key] == value for key, value in wanted.items())]
-    found = {row["variant"]: row for row in rows}
-    return found["plain"], found["coded"]
+    return {row["variant"]: row for row in rows}
 
 
 def _link(rate: str) -> str:
@@ -241,7 +224,8 @@ def figures(page: Path) -> str:
     equal = not any(verdict["problems"] for verdict in content["verdicts"])
     lines = ["- " + lora_title(rows, link, f"{content['verdicts'][0]['parameters'] / 1e6:.0f}M", equal)]
     for name, text in (("train_zero2", "ZeRO-2"), ("train_zero3_base", 'ZeRO-3 with `"zero3_base": "host"`')):
-        plain, coded = _pair(name)
+        plain, coded = map(_variants(name).get, ("plain", "coded"))
+        assert plain is not None and coded is not None
         model = f"a GPT of {results(name)['verdicts'][0]['parameters'] / 1e6:.1f}M parameters"
         lines.append(
             f"- **{coded['speedup']:.1f} times faster steps**: {text}, {model}, {coded['ranks']} CPU ranks, gloo on "
@@ -255,26 +239,25 @@ def figures(page: Path) -> str:
     return "\n".join(lines)
 
 
-#: The five trainings of the README: results file, and the fields that choose the rows. The last one is slower with ds_zipccl.
-_FIVE: tuple[tuple[str, str, dict[str, Any]], ...] = (
-    ("LoRA, FSDP2", "train_fsdp2_lora", {"link": "1gbit"}),  # a sixth, once it is measured
+#: The README's jobs that were trained: results file, and the fields that choose the rows. The last one is slower with ds_zipccl.
+_JOBS: tuple[tuple[str, str, dict[str, Any]], ...] = (
     ("LoRA, ZeRO-3", "train_lora", {"link": "1gbit"}),
-    ("ZeRO-2", "train_zero2", {}),
-    ("ZeRO-3, `zero3_base` host", "train_zero3_base", {}),
-    ("MoE: 32 experts, 4 for a token", "train_moe", {"workload": "qwen", "link": "100mbit"}),
-    ("ZeRO-3", "train", {"workload": "zero3", "link": "loopback"}),
+    ("LoRA, FSDP2", "train_fsdp2_lora", {"link": "1gbit"}),
+    ("fine-tuning, ZeRO-3, `zero3_base` host", "train_finetune", {}),
+    ("training, ZeRO-2", "train_zero2", {}),
+    ("MoE, ZeRO-2, 4 of 32 experts", "train_moe", {"workload": "qwen", "link": "100mbit"}),
+    ("one node, ZeRO-3", "train", {"workload": "zero3", "link": "loopback"}),
 )
 
 
-def five(page: Path) -> str:
-    """The README's picture and table of five trainings."""
-    rows = []
-    for text, name, wanted in _FIVE:
-        if not (ROOT / "docs" / "results" / f"{name}.json").exists():
-            continue
-        plain, coded = _pair(name, **wanted)
-        speedup = f"{coded['speedup']:.2f}" if coded["speedup"] >= 1 else f"**{coded['speedup']:.2f}: slower**"
-        times = (f"{row['step_ms']:.0f}" for row in (plain, coded))
-        rows.append((text, coded["ranks"], _link(coded["link"]), *times, speedup))
-    heads = ("training", "ranks", "link", "plain, ms a step", "compressed, ms a step", "speed-up")
-    return picture("Steps, computing and communication apart", "train.png", page) + table(heads, rows)
+def jobs(more: Sequence[str]) -> str:
+    """The README's table of jobs and its picture. ``more``: a row of another source."""
+    rows: list[Sequence[Any]] = []
+    for text, name, wanted in _JOBS:
+        found = _variants(name, **wanted)
+        plain, coded = found["plain"], found["coded"]
+        speedup = f"**{coded['speedup']:.2f}{'' if coded['speedup'] >= 1 else ': slower'}**"
+        other = f"{found['zeropp']['speedup']:.2f}" if "zeropp" in found else "-"
+        rows.append((text, _link(coded["link"]), *(f"{row['step_ms']:.0f}" for row in (plain, coded)), speedup, other))
+    heads = ("your job", "network", "plain, ms a step", "ds_zipccl, ms", "speed-up", "ZeRO++ instead (lossy)")
+    return f"{table(heads, [*rows[:-1], more, rows[-1]])}"

@@ -5,20 +5,24 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import KW_ONLY, dataclass
-from typing import Any, NamedTuple, TypedDict, TypeVar
+from typing import Any, NamedTuple, TypedDict
 
 import torch
 import torch.distributed as dist
 
+from ds_zipccl.codecs import project
 from ds_zipccl.comm.bases.in_place import Base
 from ds_zipccl.comm.context import Call
 from ds_zipccl.comm.group_state import group_size, group_state, group_streams, resolve_group
+from ds_zipccl.comm.lossy.factors import Factored, Factoring
+from ds_zipccl.comm.lossy.frames import LossyFrames
 from ds_zipccl.comm.reduction_order import NO_SUM, Reduction, Sum, arithmetic, reduce_op_name
 from ds_zipccl.comm.shadow_check import AnyShadow, LossyShadow, Plain, Shadow
 from ds_zipccl.config import DEFAULT, ZipcclConfig
 from ds_zipccl.lossy import LossyCodec
 from ds_zipccl.ops import OPS
 from ds_zipccl.policy import admission, wire
+from ds_zipccl.policy.admission import PassReason
 from ds_zipccl.telemetry import counters
 
 
@@ -56,6 +60,13 @@ class MessageOptions(TypedDict, total=False):
     role: str
 
 
+class SendOptions(MessageOptions, total=False):
+    """The keywords of sends. ``lossy``: the receiver, which names no codec, gets the values that this codec, or the product of these
+    factors, makes of the tensor's."""
+
+    lossy: LossyCodec | Factoring | None
+
+
 class ExactOptions(MessageOptions, total=False):
     """The keywords of all collectives."""
 
@@ -71,7 +82,8 @@ class Options(ExactOptions, total=False):
 class CallOptions(NamedTuple):
     """The values of a call's :class:`Options`. ``role``: one of :data:`ds_zipccl.config.ROLES`. ``uncompressed_call``: executes the
     operation uncompressed, by the caller's function, such as DeepSpeed's. ``lossy``: the codec that may change the values in the message,
-    see :mod:`ds_zipccl.comm.lossy.frames`.
+    see :mod:`ds_zipccl.comm.lossy.frames`. A lossy sum adds equal tensors exactly: every schedule compares the hashes first, so that the
+    tensors alone decide, not a time, a schedule or a size of memory.
 
     ``kind``: place of an exchange in a layer of experts, equal on all ranks: "dispatch", "combine", "dispatch.bwd" or "combine.bwd";
     "replicated": a sum of tensors that may be the same on all ranks; "" otherwise.
@@ -118,8 +130,8 @@ class Request:
         tensor = next(iter(self.outputs or self.inputs), None)
         lossy = self.options.lossy
         if lossy is not None:  # first: nearly every call of a job ends here
-            words = None if tensor is None else (tensor.dtype, tensor.device)
-            lossy = lossy_here(lossy, words, self.group, self.op, self.options.role)
+            if tensor is None or not may_change(lossy, tensor, self.group, self.op, self.options.role):
+                lossy = None
             if lossy is not None and (self.based or self.agreed):
                 raise ValueError(
                     f"{self.op}: got lossy={lossy} beside a base or agreed sizes, which are for parameters and exact; leave one of them out"
@@ -196,8 +208,23 @@ class Request:
         return not self.async_op and not OPS[self.op].one_sided
 
 
+class Change(NamedTuple):
+    """The change of a message's values: by a codec, or by factors, whose product the tensor then is; or none."""
+
+    codec: LossyCodec | None = None
+    factored: Factored | None = None
+
+    def frames(self, ctx: Call) -> LossyFrames | None:
+        """Return what makes the frames of the message in the place of the exact encoder, if anything does."""
+        return None if self.codec is None else LossyFrames(ctx, self.codec)
+
+    def carried(self, flat: torch.Tensor) -> torch.Tensor:
+        """Return the values that the receiver gets, in new memory; blocks."""
+        return flat.clone() if self.codec is None else project(flat, self.codec)
+
+
 class Post(NamedTuple):
-    """One message between this rank and the group rank ``peer``, None: any rank; and the decision on it."""
+    """One message between this rank and the group rank ``peer``, None: any rank; the decision on it, and the change of its values."""
 
     tensor: torch.Tensor
     group: dist.ProcessGroup
@@ -206,6 +233,22 @@ class Post(NamedTuple):
     config: ZipcclConfig
     role: str
     decision: admission.Decision
+    change: Change = Change()
+
+    def changed(self, op: str, options: SendOptions) -> Post:
+        """Return the message with the values that its codec or its factors give it, with frames and without: they must not depend on
+        times."""
+        lossy, slower = options.get("lossy"), self.decision.reason == PassReason.LINK_IS_FASTER.value
+        if lossy is None or not may_change(lossy, self.tensor, self.group, op, self.role):
+            return self
+        if not (self.decision.frames or slower):
+            return self
+        if isinstance(lossy, Factoring):
+            factored = lossy.factored(self.tensor, op, self.config.route)
+            return self if factored is None else self._replace(tensor=factored.values, change=Change(factored=factored))
+        if self.decision.frames:
+            return self._replace(change=Change(lossy))
+        return self._replace(tensor=LossyFrames(Call(op, self.group, self.config, self.role), lossy).alone(self.tensor))
 
 
 def in_backward_pass() -> bool:
@@ -213,30 +256,17 @@ def in_backward_pass() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
-_Lossy = TypeVar("_Lossy")  # a codec, or what makes factors
-
-
-def lossy_here(
-    lossy: _Lossy | None,
-    words: tuple[torch.dtype, torch.device] | None,
-    group: dist.ProcessGroup | None,
-    op: str,
-    role: str,
-) -> _Lossy | None:
-    """Return ``lossy`` where our schedules carry tensors of a dtype on a device lossily, equally on all ranks. Elsewhere the call goes
-    exact, as without ``lossy``, and the reason is counted. ``words`` None: there are no tensors."""
-    if lossy is None or words is None:
-        return None
-    state = group_state(group)
+def may_change(lossy: object, tensor: torch.Tensor, group: dist.ProcessGroup | None, op: str, role: str) -> bool:
+    """Return whether our schedules carry tensors like ``tensor`` lossily, equally on all ranks. Elsewhere the call goes exact, as without
+    ``lossy``, and the reason is counted."""
+    state, device = group_state(group), tensor.device.type
     if state is None:
-        return None
-    dtype, device = words[0], words[1].type
-    reason = admission.exact_because(dtype, device, state.backend(device))
+        return False
+    reason = admission.exact_because(tensor.dtype, device, state.backend(device))
     if reason:
         counters.record_lossy(role, op, str(lossy), 1)  # the message counts as a frame
         counters.record_exact(role, op, reason, 1)
-        return None
-    return lossy
+    return not reason
 
 
 def is_small(tensor: torch.Tensor, config: ZipcclConfig) -> bool:

@@ -225,8 +225,8 @@ def test_a_message_that_stays_exact_counts_among_those_of_its_line(
 ) -> None:
     state = SimpleNamespace(backend=lambda device: "nccl")
     monkeypatch.setattr(request, "group_state", lambda group: state)
-    words = (torch.bfloat16, torch.device("cuda"))
-    assert request.lossy_here(lossy, words, None, "all_reduce", "tp") is None
+    words: Any = SimpleNamespace(dtype=torch.bfloat16, device=torch.device("cuda"))
+    assert not request.may_change(lossy, words, None, "all_reduce", "tp")
     (found,) = counters.lossy()
     assert (found["codec"], found["frames"], sum(found["exact"].values())) == (text, 1, 1)
     assert "0 of 1 frames exact (not finite)" in table.render()

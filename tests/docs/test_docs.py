@@ -13,6 +13,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
+from xml.etree import ElementTree
 
 import pytest
 import torch
@@ -31,6 +32,7 @@ from ds_zipccl.policy.admission import PassReason
 from ds_zipccl.telemetry import counters, table
 
 sys.path.insert(0, str(ROOT / "docs"))
+drawing = importlib.import_module("drawing")
 generate = importlib.import_module("generate")
 measured = importlib.import_module("measured")
 trained = importlib.import_module("trained")
@@ -38,9 +40,11 @@ trained = importlib.import_module("trained")
 PAGES = generate.pages()
 README = ROOT / "README.md"
 LINES = README.read_text().splitlines()
+#: The page with the support matrix.
+MATRIX = ROOT / "docs" / "index.md"
 #: Files with links, beside the pages.
 OTHERS = [ROOT / name for name in ("CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md")]
-COMMAND = re.compile(r"^(?:    )?(?:sudo -E )?python -m ds_zipccl (.+?)(?:  |$)", re.MULTILINE)
+COMMAND = re.compile(r"^(?:    )?(?:sudo -E )?(?:python|torchrun .+?) -m ds_zipccl (.+?)(?:  |$)", re.MULTILINE)
 
 
 def name(page: Any) -> str:
@@ -68,8 +72,8 @@ def test_every_section_is_on_some_page() -> None:
 
 
 def test_an_edited_section_is_noticed_and_an_unknown_one_refused() -> None:
-    edited = README.read_text().replace("`zero3_base`", "`zero_base`")
-    assert generate.generate(edited, README) != edited
+    edited = README.read_text().replace("LoRA, FSDP2", "LoRA, FSDP")
+    assert generate.generate(edited, README) != edited != README.read_text()
     with pytest.raises(KeyError, match="nonsense"):
         generate.generate("<!-- begin nonsense -->\n<!-- end -->", README)
 
@@ -135,22 +139,23 @@ def test_phases_of_a_training() -> None:
 
 
 def test_readme_is_short_and_keeps_its_order() -> None:
-    assert len(LINES) <= 150
-    head = "\n".join(LINES[:20])
-    assert section(README, "matrix") in head and "NCCL" in head
-    order = ["begin figures", "begin matrix", "begin forecast", "plan", "pip install", '"zipccl": {', "make demo"]
-    order += ["begin five", "begin keys", "## Guarantees", "begin commands", "make test", "Apache-2.0", "CITATION"]
+    assert len(LINES) <= 110
+    assert "NCCL" in "\n".join(LINES[:45])
+    order = ["pip install", "make demo", '"zipccl": {', "begin jobs", "doctor", "results/train.png", "how-dark.svg"]
+    order += ["how-light.svg", "## Guarantees", "make test", "Apache-2.0", "CITATION"]
     text, at = README.read_text(), 0
     for part in order:
         assert part in text[at:], f"{part} is missing, or not in its place"
         at = text.index(part, at)
-    assert len(section(README, "figures").splitlines()) == 4
-    assert len(generate.MAIN_KEYS) == 5
+    rows = section(README, "jobs").splitlines()[2:]
+    assert 4 <= len(rows) <= 7 and all(row.startswith("|") for row in rows)
+    assert "slower" in rows[-1] and "a model" in rows[-2], "a row where it loses, and one that nobody has measured"
 
-    # A row where it loses
-    rows = section(README, "five").splitlines()[-5:]
-    assert all(row.startswith("|") for row in rows)
-    assert sum("slower" in row for row in rows) >= 1
+
+def test_drawings_are_those_of_their_script() -> None:
+    for path, text in drawing.files().items():
+        assert path.read_text() == text, f"{path.name}: run python docs/generate.py"
+        ElementTree.fromstring(text)
 
 
 def test_demo_prints_what_the_readme_says() -> None:
@@ -165,8 +170,8 @@ def test_demo_prints_what_the_readme_says() -> None:
 
 
 def rows() -> dict[tuple[str, str], list[str]]:
-    """(device, backend) -> the cells of the README's matrix."""
-    lines = section(README, "matrix").splitlines()
+    """(device, backend) -> the cells of the matrix."""
+    lines = section(MATRIX, "matrix").splitlines()
     cells = [[cell.strip(" *") for cell in line.strip("|").split("|")] for line in lines]
     body = [line for line in cells if len(line) == 1 + len(generate.TRAFFIC)][2:]
     return {tuple(row[0].lower().split(", ")): row[1:] for row in body[:-1]}  # type: ignore[misc]
@@ -202,19 +207,19 @@ def test_matrix_follows_the_code(monkeypatch: pytest.MonkeyPatch) -> None:
     for on_device in (gathers, operations):
         for op in operations:
             monkeypatch.setitem(OPS, op, replace(OPS[op], on_device=op in on_device))
-        shown = generate.matrix(README)
+        shown = generate.matrix(MATRIX)
         nothing = on_device == gathers  # a column has sums, or exchanges, beside gathers
         assert ("gain nothing yet" in shown) == nothing == ("| **CUDA, NCCL** | passes" in shown)
         assert ("is off by default: no network of GPUs has run these schedules yet" in shown) != nothing
     assert re.search(r"^\| CUDA, NCCL \| (with `nccl`: coded[^|]*\| ){4}passes through \|$", shown, re.MULTILINE)
     default = generate.DEFAULT
     monkeypatch.setattr(generate, "DEFAULT", generate.ON)
-    by_default = generate.matrix(README)
+    by_default = generate.matrix(MATRIX)
     assert "off by default" not in by_default and "NCCL groups are coded where" in by_default
     assert "| CUDA, NCCL | coded" in by_default
     monkeypatch.setattr(generate, "DEFAULT", default)
     monkeypatch.setattr(admission, "CODED_BACKENDS", {"cpu": ("gloo",), "cuda": ("gloo",)})
-    without = generate.matrix(README)
+    without = generate.matrix(MATRIX)
     assert "gain nothing yet" in without and "| **CUDA, NCCL** | passes" in without
 
 

@@ -33,9 +33,6 @@ def all_reduce(
     ``replicated``, equal on all ranks: the tensor probably has the same bits on all ranks. The ranks then compare hashes of 16 bytes first.
     If all are equal, each rank adds up by itself, with the bits of the sum over messages, and nothing else travels. Groups in the order of
     streams and CUDA tensors take no notice.
-
-    With ``lossy``, equal tensors are added exactly, others lossily. Every schedule of a lossy sum compares the hashes first, so that the
-    tensors alone decide which of the two, not a time, a schedule or a size of memory.
     """
     call = CallOptions(**options, kind=_REPLICATED if replicated else "")
     if is_small(tensor, call.config):

@@ -12,15 +12,11 @@ import torch.distributed as dist
 from typing_extensions import Unpack
 
 from ds_zipccl.comm import engine
-from ds_zipccl.comm.context import Call
 from ds_zipccl.comm.decision import decide_message
 from ds_zipccl.comm.group_state import group_rank, group_state, resolve_group
-from ds_zipccl.comm.lossy.factors import Factoring
-from ds_zipccl.comm.lossy.frames import LossyFrames
-from ds_zipccl.comm.request import MessageOptions, Post, lossy_here
+from ds_zipccl.comm.request import MessageOptions, Post, SendOptions
 from ds_zipccl.comm.transport.protocol import TAGS_PER_RANGE, TagRange
-from ds_zipccl.config import DEFAULT, ZipcclConfig
-from ds_zipccl.lossy import LossyCodec
+from ds_zipccl.config import DEFAULT
 from ds_zipccl.policy.admission import Decision, PassReason
 from ds_zipccl.telemetry import counters
 
@@ -31,12 +27,9 @@ def send(
     group: dist.ProcessGroup | None = None,
     tag: int = 0,
     group_dst: int | None = None,
-    *,
-    lossy: LossyCodec | Factoring | None = None,
-    **options: Unpack[MessageOptions],
+    **options: Unpack[SendOptions],
 ) -> None:
-    """``torch.distributed.send``: blocks until the frames are sent. ``lossy``: the receiver gets the values that this codec, or
-    the product of these factors, makes of the tensor's, and names no codec.
+    """``torch.distributed.send``: blocks until the frames are sent.
 
     Raises:
         ValueError: the destination is this rank itself.
@@ -47,7 +40,7 @@ def send(
             raise ValueError(
                 f"send: wanted another rank as destination, got this rank itself, {post.peer}; copy the tensor"
             )
-        _send(post, lossy, bounded=True).wait()
+        _send(post, bounded=True).wait()
 
 
 def recv(
@@ -76,14 +69,12 @@ def isend(
     group: dist.ProcessGroup | None = None,
     tag: int = 0,
     group_dst: int | None = None,
-    *,
-    lossy: LossyCodec | Factoring | None = None,
-    **options: Unpack[MessageOptions],
+    **options: Unpack[SendOptions],
 ) -> Any:
     """``torch.distributed.isend``: compresses and posts on the calling thread, without blocking on the peer. ``tensor`` may be overwritten
     afterwards: the handle has the whole message in memory until it is sent."""
     post = _post("send", tensor, group, tag, (dst, group_dst), **options)
-    return dist.isend(tensor, dst, group, tag) if post is None else _send(post, lossy, bounded=False)
+    return dist.isend(tensor, dst, group, tag) if post is None else _send(post, bounded=False)
 
 
 def irecv(
@@ -109,14 +100,13 @@ def _post(
     group: dist.ProcessGroup | None,
     tag: int,
     ends: tuple[int | None, int | None],
-    config: ZipcclConfig = DEFAULT,
-    role: str = "dp",
+    **options: Unpack[SendOptions],
 ) -> Post | None:
     """Return the message to or from a rank, given as its global rank or its rank in the group, and decide on it; None outside the group."""
     state = group_state(group)
     if state is None:
         return None
-    group = resolve_group(group)
+    group, config, role = resolve_group(group), options.get("config", DEFAULT), options.get("role", "dp")
     peer = None if op == "recv" and ends == (None, None) else group_rank(group, *ends)
     if tag >= TagRange.COLLECTIVE and config.enabled and config.mode_of(role) != "never":
         raise ValueError(
@@ -127,28 +117,16 @@ def _post(
         decision = Decision.passing(PassReason.TO_ITSELF)
     elif decision.frames and not 0 <= tag < TAGS_PER_RANGE:
         decision = Decision.passing(PassReason.TAG, TAGS_PER_RANGE)
-    return Post(tensor, group, tag, peer, config, role, decision)
+    return Post(tensor, group, tag, peer, config, role, decision).changed(op, options)
 
 
-def _send(post: Post, lossy: LossyCodec | Factoring | None, *, bounded: bool) -> Any:
+def _send(post: Post, *, bounded: bool) -> Any:
     """Start a send. With ``bounded``, posting may block on the peer, so that memory is bounded, and the tensor must stay as it is."""
-    tensor, group, tag, peer, config, role, decision = post
-    passes = not decision.frames
-    slower = passes and decision.reason == PassReason.LINK_IS_FASTER.value  # values must not depend on times
-    here = lossy_here(lossy, (tensor.dtype, tensor.device), group, "send", role)
-    factored = (
-        here.factored(tensor, "send", config.route) if isinstance(here, Factoring) and (slower or not passes) else None
-    )
-    if factored is not None:
-        tensor = factored.values
-    codec = here if isinstance(here, LossyCodec) else None
-    if not passes:
-        return engine.send(post._replace(tensor=tensor), codec or factored, bounded=bounded)
-    counters.record_pass(role, "send", tensor.numel() * tensor.element_size(), decision.reason)
-    if codec is not None and slower:
-        tensor = LossyFrames(Call("send", group, config, role), codec).alone(tensor)
-    assert peer is not None  # a send names its receiver
-    return dist.isend(tensor, dist.get_global_rank(group, peer), group, tag)
+    if post.decision.frames:
+        return engine.send(post, bounded=bounded)
+    counters.record_pass(post.role, "send", post.tensor.nbytes, post.decision.reason)
+    assert post.peer is not None  # a send names its receiver
+    return dist.isend(post.tensor, dist.get_global_rank(post.group, post.peer), post.group, post.tag)
 
 
 def _recv(post: Post, *, blocking: bool) -> Any:

@@ -33,14 +33,11 @@ from ds_zipccl.comm.host.p2p import known as p2p_known
 from ds_zipccl.comm.host.p2p.choice import Way
 from ds_zipccl.comm.host.p2p.known import Receipt, Sent
 from ds_zipccl.comm.host.pipeline import Exchange, abandon, run_pipeline, wait
-from ds_zipccl.comm.lossy.factors import Factored
-from ds_zipccl.comm.lossy.frames import LossyFrames
-from ds_zipccl.comm.request import Post, logical_order
+from ds_zipccl.comm.request import Change, Post, logical_order
 from ds_zipccl.comm.shadow_check import Shadow
 from ds_zipccl.comm.transport.protocol import BODY_TAGS, TagRange
 from ds_zipccl.comm.work import PointToPointWork, PostedWork, Work
 from ds_zipccl.frame import DTYPE_IDS
-from ds_zipccl.lossy import LossyCodec
 from ds_zipccl.policy import wire
 from ds_zipccl.telemetry import counters, ranges
 
@@ -120,7 +117,7 @@ class Outgoing:
     ``way``: coded or not; a send whose time counts for later ones is announced, whatever its size. ``bounded``: posting blocks until the
     frames of more than two pipeline depths ago are sent, so that memory for them is bounded, and ``flat`` stays as it is until :meth:`wait`
     has returned. Otherwise posting does not block on the peer, and ``flat`` may be overwritten as soon as :meth:`post` has returned.
-    ``factored``: factors whose product ``flat`` is. A coded message carries them.
+    ``change``: a coded message carries the factors, if any.
     """
 
     def __init__(
@@ -130,11 +127,11 @@ class Outgoing:
         peer: int,
         bounded: bool,
         way: Way,
-        factored: Factored | None = None,
+        change: Change,
     ) -> None:
         self._ctx, self._flat, self._peer, self._bounded, self._way = ctx, flat, peer, bounded, way
         self._coder = FrameCoder(ctx, way.raw)
-        self._factored = None if way.raw or ctx.codec == "raw" else factored
+        self._factored = None if way.raw or ctx.codec == "raw" else change.factored
         self._piece = _fragment_numel(ctx, flat.numel(), flat.element_size())
         self._first = Exchange(ctx, 0, self._coder)
         self._body: Exchange | None = None
@@ -297,23 +294,22 @@ class Incoming:
 # ---- calls -----------------------------------------------------------------------------------------------------------
 
 
-def send(post: Post, lossy: LossyCodec | Factored | None, *, bounded: bool) -> Work:
-    """Post the frames of a message. ``lossy``: the codec, or the factors whose product the tensor is. With ``bounded``, posting may block
-    on the peer, so that memory is bounded, and the tensor must stay as it is."""
-    tensor, group, tag, peer, config, role, decision = post
+def send(post: Post, *, bounded: bool) -> Work:
+    """Post the frames of a message. With ``bounded``, posting may block on the peer, so that memory is bounded, and the tensor must stay
+    as it is."""
+    tensor, group, tag, peer, config, role, decision, change = post
     assert peer is not None  # a send names its receiver
-    codec, factored = (lossy, None) if isinstance(lossy, LossyCodec) else (None, lossy)
     to = dist.get_global_rank(group, peer)
     first = TagRange.POINT_TO_POINT + tag
     ctx = OpContext("send", group, config, role, decision.codec, tensor.device, tag=first)
-    ctx.rounding = None if codec is None else LossyFrames(ctx, codec)
+    ctx.rounding = change.frames(ctx)
     doing, beside = f"sending to global rank {to}", None
     with torch.inference_mode(), tensors.undisturbed(), ctx.naming(doing), ctx.working():
         flat = logical_order(tensor.resolve_conj().resolve_neg())  # the words that the receiver reads
         if config.check == "shadow":
-            carried = flat.clone() if codec is None else codecs.project(flat, codec)
-            beside = dist.isend(carried, to, group, TagRange.SHADOW + tag)
-        message = Outgoing(ctx, flat, peer, bounded, choice.next_way(ctx, peer, flat, factored is not None), factored)
+            beside = dist.isend(change.carried(flat), to, group, TagRange.SHADOW + tag)
+        way = choice.next_way(ctx, peer, flat, change.factored is not None)
+        message = Outgoing(ctx, flat, peer, bounded, way, change)
         remembered = p2p_known.remembers(flat.dtype, flat.numel(), tag, config)
         with _kept_on_error(message):
             message.post(p2p_known.sent(ctx.state, peer, tag) if remembered else None)
@@ -330,7 +326,7 @@ def send(post: Post, lossy: LossyCodec | Factored | None, *, bounded: bool) -> W
 
 def receive(post: Post, *, blocking: bool) -> Work:
     """Post the receive of a message. With ``blocking``, the caller waits for it at once."""
-    tensor, group, tag, peer, config, role, decision = post
+    tensor, group, tag, peer, config, role, decision, _ = post
     first = TagRange.POINT_TO_POINT + tag
     ctx = OpContext("recv", group, config, role, decision.codec, tensor.device, tag=first)
 
