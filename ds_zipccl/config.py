@@ -146,8 +146,10 @@ class ZipcclConfig:
     ] = "auto"
     min_bytes: Annotated[int, Within(0, _BYTES), "Messages smaller than this many bytes pass through."] = 65536
     nccl: Annotated[
-        Literal["off", "on"],
-        "on: code NCCL groups too. off, the default until these schedules have run on GPUs: NCCL groups pass through.",
+        Literal["auto", "on", "off"],
+        "on: code NCCL groups too. auto: the same for gathers and exchanges, once the first three optimizer steps have shown that coded "
+        "copies have the words of the plain results; sums stay NCCL's unless reduction is fp32. off, the default until these schedules "
+        "have run on GPUs: NCCL groups pass through.",
     ] = "off"
     nccl_min_bytes: Annotated[
         int,

@@ -245,8 +245,8 @@ def _nccl_key() -> str:
     section, config = _of_environment()
     value = config.nccl
     whence = "the default; DS_ZIPCCL is unset, and the config file decides" if section is None else "in DS_ZIPCCL"
-    meaning = "NCCL groups are coded" if value == "on" else "NCCL groups pass through"
-    return f"{value}, {whence}: {meaning}"
+    when = {"on": "are coded", "auto": "are coded when the first steps of a job have compared them"}
+    return f"{value}, {whence}: NCCL groups {when.get(value, 'pass through')}"
 
 
 def environment() -> Mapping[str, str]:

@@ -83,6 +83,9 @@ def with_all_kernels(config: ZipcclConfig, device: torch.device) -> ZipcclConfig
     """
     state = group_state(None)
     streams = state is not None and state.size > 1 and state.streams(device.type)
+    if config.nccl == "auto" and streams and not any(config.mode_of(role) == "always" for role in ROLES):
+        find_nodes()
+        streams = len(group_nodes(resolve_group(None))) > 1  # inside one node nothing is coded, nor tried
     host = kernels.preferred(config.route, "cpu")
     features: tuple[tuple[str, bool, Callable[[], object], str], ...] = (
         (

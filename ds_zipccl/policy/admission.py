@@ -148,6 +148,18 @@ class PassReason(Enum):
         "simulated one.",
         'Set `"nccl": "on"` in the section to code NCCL groups all the same.',
     )
+    UNPROVEN = (
+        "not proven yet",
+        "With `nccl` auto, plain collectives give the results of the first three optimizer steps, and coded copies are compared with them. "
+        "A job without optimizer steps, and a program that calls the collectives itself, stay plain.",
+        'None is needed. `"nccl": "on"` codes from the first call on.',
+    )
+    WRONG_WORDS = (
+        "wrong words in the first steps",
+        "With `nccl` auto, the first steps have compared coded copies with plain results, and words of this role differed on some rank. A "
+        "line of rank 0 has the rank, the operation and the words.",
+        "Please report the line, with the GPU, its driver and the version of NCCL.",
+    )
     NOT_ON_DEVICE = (
         "no schedule on NCCL for {}",
         "The operation, which the table names, has no coded schedule on NCCL groups.",

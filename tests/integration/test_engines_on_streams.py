@@ -29,12 +29,14 @@ from ds_zipccl.comm import topology
 from ds_zipccl.integration import canary
 from ds_zipccl.kernels.cuda.backend import CudaBackend
 from ds_zipccl.ops import OPS
+from ds_zipccl.policy.admission import PassReason
 from ds_zipccl.telemetry import counters
 
 SECTION = {"enabled": True, "mode": "always", "min_bytes": 1024, "nccl": "on", "nccl_min_bytes": 4096}
 #: Sections: every operation coded, with our sums; and all but sums coded, on any number of ranks.
 CODED = json.dumps({**SECTION, "reduction": "fp32"})
 MOVES = json.dumps({**SECTION, "roles": {"zero_grad": "never"}})
+AUTO = json.dumps({**SECTION, "nccl": "auto"})
 #: Emulated kernels are slow: a model of 80,000 parameters. Shards on two ranks are large enough for differences.
 SIZES = {"VOCABULARY": 128, "WIDTH": 128}
 #: Coded operations of each kind of engine: role and name.
@@ -77,13 +79,15 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "zero1 apart": {"zero": {"stage": 1, "contiguous_gradients": False}},
     "zero2 apart": {"zero": {"stage": 2, "contiguous_gradients": False, "overlap_comm": True}},
     "zero3 apart": {"zero": ZERO3 | {"contiguous_gradients": False, "overlap_comm": False}},
+    "zero2 longer": {"zero": {"stage": 2}},
+    "zero3 longer": {"zero": ZERO3},
     "moe zero1": {"make": Experts, "groups": split, "zero": {"stage": 1}},
     "moe zero2": {"make": Experts, "groups": split, "zero": {"stage": 2}},
 }
 
 
-def trained(lab: Lab, name: str) -> None:
-    lab.train_phase(lab.engine(**SETTINGS[name]), 3, "trained", {})
+def trained(lab: Lab, name: str, steps: int = 3) -> None:
+    lab.train_phase(lab.engine(**SETTINGS[name]), steps, "trained", {})
 
 
 #: Cases of test_engines.py, which has more of the same kinds. Those of ZeRO-3 that test_engines_agreed.py has are not here.
@@ -92,7 +96,8 @@ SHARED = ("zero1", "zero2", "zero2 accumulating", "bf16 optimizer", "offload", "
          "overflow zero2", "out_of_step zero2", "edited_by_all bf16 optimizer", "zero3 plain", "zero3 accumulating", "zero3 overlap",
          "zero3 offload", "zero3 all reduced", "zero3 hpz", "zero3 several engines")  # fmt: skip
 CASES = {name: on_gloo.CASES[name] for name in SHARED}
-CASES |= {name: functools.partial(trained, name=name) for name in SETTINGS}
+CASES |= {name: functools.partial(trained, name=name) for name in SETTINGS if "longer" not in name}
+LONGER = {name: functools.partial(trained, name=name, steps=8) for name in SETTINGS if "longer" in name}
 #: On four ranks: parameters and experts alone are coded.
 MOVED = ("zero2", "zero3 plain", "zero3 hpz", "moe zero2")
 
@@ -255,6 +260,20 @@ def flip_a_bit() -> None:
 
 
 @pytest.mark.full
+@pytest.mark.parametrize("plant", ["", "behind the canary"], ids=["right", "wrong"])
+def test_with_auto_the_first_steps_decide(tmp_path: Path, plant: str) -> None:
+    """Every step has the bits of plain training; where the first steps show a wrong bit, the gathers stay plain."""
+    cases = ("zero2 longer", "zero3 longer")
+    plain, auto = plain_and_coded(__file__, 2, tmp_path, *cases, sources=WITH, **on_streams(AUTO), PLANT=plant)
+    for case in cases:
+        assert bits(auto[case]) == bits(plain[case]), case
+        gathers = rows(auto[case])[GATHERS]
+        assert (sum(row["calls"] for row in gathers) > 0) == (not plant), gathers
+    compared = [row["reasons"].get(PassReason.UNPROVEN.value, 0) for row in rows(auto[cases[0]])[GATHERS]]
+    assert min(compared) > 0, "the second engine has the role proven"
+
+
+@pytest.mark.full
 def test_four_ranks_move_as_plain(tmp_path: Path) -> None:
     plain, coded = plain_and_coded(__file__, 4, tmp_path, *MOVED, sources=WITH, **on_streams(MOVES))
     for case in MOVED:
@@ -289,11 +308,11 @@ def test_four_ranks_sum_in_the_documented_order(
 if __name__ == "__main__":
     if "RANKS_OF_NODE" in os.environ:
         topology.here = lambda: str(int(os.environ["RANK"]) // int(os.environ["RANKS_OF_NODE"]))
-    if "PLANT" in os.environ and os.environ["RANK"] == "1":
+    if os.environ.get("PLANT") and os.environ["RANK"] == "1":
         plant = os.environ["PLANT"]
         if plant == "behind the canary":
             passed = canary.try_out
             canary.try_out = lambda *given: (passed(*given), flip_a_bit())[0]
         else:
             flip_a_bit()
-    rank_program(CASES | BY_HOST | IN_ORDER, os.environ.get("BACKEND") or None, sizes=SIZES)
+    rank_program(CASES | LONGER | BY_HOST | IN_ORDER, os.environ.get("BACKEND") or None, sizes=SIZES)

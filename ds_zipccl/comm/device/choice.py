@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from ds_zipccl import tensors
-from ds_zipccl.comm.device import calibration
+from ds_zipccl.comm.device import calibration, first_steps
 from ds_zipccl.comm.device.calibration import Span, agreed_seconds, mark
 from ds_zipccl.comm.device.context import DeviceContext
 from ds_zipccl.comm.device.reserve import reserve
@@ -30,6 +30,7 @@ from ds_zipccl.comm.group_state import (
     group_state,
     resolve_group,
 )
+from ds_zipccl.comm.request import Request
 from ds_zipccl.comm.topology import tell
 from ds_zipccl.config import ROLES, ConfigError, ZipcclConfig
 from ds_zipccl.ops import OPS
@@ -48,7 +49,8 @@ _QUEUES = "CUDA_DEVICE_MAX_CONNECTIONS"
 @dataclass(frozen=True)
 class Settled:
     """What was settled at the start for tensors of one device type. ``reason``: why no move in mode auto is coded; None: some may be.
-    ``sums``: the sums of ``reduction`` auto. ``one_queue``: on some rank all streams share one queue of the device."""
+    ``sums``: the sums of ``reduction`` auto. ``one_queue``: on some rank all streams share one queue of the device. ``compared``: moves
+    are coded when the first steps have compared them with plain ones."""
 
     device: str
     topology: Topology
@@ -57,6 +59,7 @@ class Settled:
     sums: str
     least_bytes: float
     one_queue: bool = False
+    compared: bool = False
 
     def __str__(self) -> str:
         parts, found = [f"{self.topology.nodes} nodes, at most {self.topology.each} ranks each"], self.profile
@@ -69,6 +72,8 @@ class Settled:
             )
         moves = f"plain, {self.reason.value}" if self.reason else coded
         parts += [f"moves in mode auto: {moves}", f"sums: {self.sums}"]
+        if self.compared and not self.reason:
+            parts.append(f"plain in the first {first_steps.STEPS} steps, which compare coded copies")
         if self.one_queue:
             parts.append(f"no overlap of coded calls with computing, as {_QUEUES} is 1: unset it")
         return "; ".join(parts)
@@ -102,15 +107,20 @@ def settle(config: ZipcclConfig, device: torch.device) -> Settled | None:
     rule = rule_of(topology, profile, one_queue)
     if "auto" in modes and rule.reason is None and profile is not None:
         state.of(GroupChoice).steps = Steps(config, device)
-    settled = Settled(device.type, topology, profile, rule.reason, state.device_sums, rule.least[1], one_queue)
+    settled = Settled(
+        device.type, topology, profile, rule.reason, state.device_sums, rule.least[1], one_queue, config.nccl == "auto"
+    )
     own = state.of(GroupChoice)
     own.settled, own.reserving = settled, partial(reserve, config, device)
+    own.first = first_steps.FirstSteps(config, device) if config.nccl == "auto" else None
     return settled
 
 
 def _sums(config: ZipcclConfig, topology: Topology, profile: DeviceProfile | None) -> str:
     if config.reduction in ("fp32", "plain"):
         return config.reduction
+    if config.nccl == "auto":
+        return "plain"  # bits must not change when schedules are proven
     if config.mode_of("zero_grad") == "always" or (profile is None and topology.nodes > 1):
         return "fp32"
     return "plain" if profile is None else cost_model.sums_of(topology, profile)
@@ -148,6 +158,7 @@ class GroupChoice:
         self.rule: tuple[DeviceProfile | None, Rule] | None = None
         self.settled: Settled | None = None
         self.steps: Steps | None = None
+        self.first: first_steps.FirstSteps | None = None
         #: Reserves the staging buffers after the first optimizer step; None when that is done.
         self.reserving: Callable[[], None] | None = None
 
@@ -173,18 +184,26 @@ def reason_to_pass(
     Args:
         nbytes: of the whole message; None where ranks may see different sizes.
     """
-    if config.mode_of(role) != "auto":
-        return None
-    rule = _rule(group, device)
-    if rule is None:
-        return None
-    if rule.reason is not None:
-        return rule.reason
-    waits = 0 if role == "zero_param" else 1  # ZeRO-3 agrees on sizes ahead; ZeRO-1 and ZeRO-2 gather large buckets
-    if nbytes is not None and OPS[op].traffic == "all_gather" and nbytes < rule.least[waits]:
-        return PassReason.BREAK_EVEN
-    steps = _of_job().steps
-    return None if steps is None or steps.codes(role, op) else PassReason.STEPS_ARE_FASTER
+    rule = _rule(group, device) if config.mode_of(role) == "auto" else None
+    if rule is not None:
+        if rule.reason is not None:
+            return rule.reason
+        waits = 0 if role == "zero_param" else 1  # ZeRO-3 agrees on sizes ahead; ZeRO-1 and ZeRO-2 gather large buckets
+        if nbytes is not None and OPS[op].traffic == "all_gather" and nbytes < rule.least[waits]:
+            return PassReason.BREAK_EVEN
+    job = _of_job()
+    if config.nccl == "auto":
+        unproven = PassReason.UNPROVEN if job.first is None else job.first.reason(role)
+        if unproven is not None:
+            return unproven
+    return PassReason.STEPS_ARE_FASTER if rule and job.steps and not job.steps.codes(role, op) else None
+
+
+def compare(request: Request, handle: Any) -> None:
+    """Compare the coded form of a call that has passed unproven with its plain result, see :meth:`.first_steps.FirstSteps.compare`."""
+    first = _of_job().first
+    if first is not None:
+        first.compare(request, handle)
 
 
 def _rule(group: dist.ProcessGroup, device: str) -> Rule | None:
@@ -282,12 +301,18 @@ class Steps:
 
 def end_step(engine: Any) -> None:
     """Note that an optimizer step of an engine has ended: the first one shows how much memory is left for staging buffers; for further
-    ones see :meth:`Steps.end_step`. Costs nothing where steps decide nothing."""
+    ones see :meth:`.first_steps.FirstSteps.end_step` and :meth:`Steps.end_step`. Costs nothing where steps decide nothing."""
     if dist.group.WORLD is None:
         return
     job = _of_job()
     if job.reserving is not None:
         reserving, job.reserving = job.reserving, None
         reserving()
+    if job.first is not None:
+        line = job.first.end_step()
+        if line and dist.get_rank() == 0:
+            print(f"[ds_zipccl] nccl: {line}", flush=True)
+        if not job.first.proven:
+            return
     if job.steps is not None:
         job.steps.end_step(engine)

@@ -1,0 +1,202 @@
+"""The first steps of a job with ``nccl`` auto: plain collectives write the results, and coded ones copies, which the device compares.
+
+Each role is compared until it has been in :data:`STEPS` optimizer steps. Then all ranks agree: where every word was right on every rank,
+the moves of the role are coded from the next step on; otherwise they stay plain for as long as the job runs. Nothing unproven reaches the
+model. Sums are not compared: with ``nccl`` auto they are the backend's own, unless ``reduction`` asks for ours.
+
+Frames are those without a base: a difference is proven by the hashes of its base, see :mod:`.bases.proof`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from ds_zipccl import tensors
+from ds_zipccl.comm.device import gather
+from ds_zipccl.comm.device.context import DeviceContext
+from ds_zipccl.comm.device.exchange import exchange_even, exchange_uneven
+from ds_zipccl.comm.device.gather import Shard
+from ds_zipccl.comm.device.reports import Reports
+from ds_zipccl.comm.device.streams import Stage
+from ds_zipccl.comm.group_state import resolve_group
+from ds_zipccl.comm.request import Request, logical_order
+from ds_zipccl.comm.shadow_check import bits
+from ds_zipccl.comm.topology import tell
+from ds_zipccl.comm.work import CommError
+from ds_zipccl.config import ZipcclConfig
+from ds_zipccl.ops import OPS
+from ds_zipccl.policy import trial
+from ds_zipccl.policy.admission import PassReason
+
+#: Steps in which the calls of a role are compared (seed: later ones have the same sizes and schedules).
+STEPS = 3
+#: Calls of a kind that are compared, and kinds (seed: all schedules and sizes of a step, at a small part of its bytes).
+CALLS, KINDS = 4, 64
+#: Bytes of the outputs of a call that are compared (admission: memory of every rank, beside the model).
+MOST_BYTES = 64 << 20
+
+#: A kind of calls: operation, role, dtype, group, size class.
+_Kind = tuple[str, str, torch.dtype, str, int]
+
+
+class FirstSteps:
+    """The comparisons of this rank, and what all ranks have agreed on: ``proven`` roles, and roles with ``wrong`` words."""
+
+    def __init__(self, config: ZipcclConfig, device: torch.device) -> None:
+        self._config, self._device = config, device
+        self.proven: set[str] = set()
+        self.wrong: dict[str, str] = {}
+        self._calls: Counter[_Kind] = Counter()
+        #: Kind -> number of wrong words, place of the first one, its bits, and those wanted; on the device.
+        self._found: dict[_Kind, torch.Tensor] = {}
+        self._failed: dict[str, str] = {}  # role -> the error of its frames
+        self._steps: Counter[str] = Counter()
+        self._now: set[str] = set()  # roles of the step that runs
+        self._ended, self._due = 0, STEPS
+        #: Role -> its reports, apart from those of the job, which a refused frame stops.
+        self._reports: dict[str, Reports] = {}
+
+    def reason(self, role: str) -> PassReason | None:
+        """Return why the moves of a role pass in the step that runs; None if they are proven."""
+        if role in self.proven:
+            return None
+        return PassReason.WRONG_WORDS if role in self.wrong else PassReason.UNPROVEN
+
+    @tensors.undisturbed()
+    @torch.inference_mode()
+    def compare(self, request: Request, handle: Any) -> None:
+        """Put the coded form of a plain call on the streams, and compare its words with the plain outputs. The current stream waits for
+        both, the host for the sizes of frames. A collective of the group.
+
+        Args:
+            handle: of the plain call; None: the current stream has waited for it.
+        """
+        role = request.options.role
+        kind = request.op, role, request.tensor.dtype, str(resolve_group(request.group).group_name), _size(request)
+        self._now.add(role)
+        if self._calls[kind] >= CALLS or (kind not in self._calls and len(self._calls) >= KINDS):
+            return
+        self._calls[kind] += 1
+        if role not in self._reports:
+            self._reports[role] = Reports(self._device)  # before the streams begin, which use its words
+        ctx = DeviceContext(*request.call(self._config.codec))
+        ctx.reports = self._reports[role]
+        with ctx.streams.on(Stage.DECODE):
+            if handle is not None:
+                handle.wait()
+            got, want = [], []
+            sources, wanted = _parts(request, ctx)
+            for part in wanted:
+                want.append(part.contiguous())
+                got.append(tensors.empty(part.numel(), part.dtype, part.device))
+            ctx.streams.order(Stage.DECODE, Stage.ENCODE)
+            ctx.streams.order(Stage.DECODE, Stage.WIRE)
+        try:
+            _move(ctx, request, sources, got)
+        except CommError as error:  # on all ranks of the group: they have agreed
+            self._failed.setdefault(role, str(error))
+            got = want
+        with ctx.streams.on(Stage.DECODE):
+            found = _difference(torch.cat(got), torch.cat(want))
+            before = self._found.get(kind)
+            self._found[kind] = found if before is None else torch.where(before[:1] > 0, before, found)
+        ctx.streams.join(ctx.streams.record_all())
+
+    def end_step(self) -> str:
+        """Note that an optimizer step has ended; return the line for the user where roles were decided on, "" otherwise. A collective of
+        all ranks, which call at the same place of the program; the host waits after :data:`STEPS` steps, and then each time that as many
+        steps more have ended as before."""
+        self._ended += 1
+        self._steps.update(self._now)
+        self._now = set()
+        if self._ended < self._due:
+            return ""
+        self._due *= 2
+        said = {role: self._said(role) for role in self._steps if self.reason(role) is PassReason.UNPROVEN}
+        told = tell(resolve_group(None), json.dumps({role: [self._steps[role], text] for role, text in said.items()}))
+        lines, ranks = [], {rank: json.loads(text) for rank, text in told.items()}
+        for role in sorted({role for one in ranks.values() for role in one}):
+            seen = {rank: one[role] for rank, one in ranks.items() if role in one}
+            wrong = next((f"rank {rank}: {text}" for rank, (_, text) in sorted(seen.items()) if text), "")
+            if wrong:
+                self.wrong[role] = wrong
+                lines.append(f"{role} stays plain, {wrong}")
+            elif min(steps for steps, _ in seen.values()) >= STEPS:
+                self.proven.add(role)
+                lines.append(f"{role} coded from step {self._ended + 1} on, as all words compared were right")
+        self._found = {
+            kind: found for kind, found in self._found.items() if self.reason(kind[1]) is PassReason.UNPROVEN
+        }
+        return "; ".join(lines)
+
+    def _said(self, role: str) -> str:
+        """Return the first mistake in the frames of a role, "" where there is none. Waits for the device."""
+        refused = self._reports[role].describe() or self._failed.get(role)
+        if refused:
+            return refused
+        for kind, found in self._found.items():
+            count, place, got, want = found.tolist() if kind[1] == role else (0, 0, 0, 0)
+            if count:
+                mask, width = (1 << 8 * kind[2].itemsize) - 1, 2 * kind[2].itemsize
+                words = f"got 0x{got & mask:0{width}x}, wanted 0x{want & mask:0{width}x}"
+                return f"{kind[0]} of {str(kind[2]).removeprefix('torch.')}: {count} words wrong, first at {place}: {words}"
+        return ""
+
+
+def _size(request: Request) -> int:
+    return 0 if request.numel is None else trial.size_class(max(1, request.nbytes()))
+
+
+def _most(request: Request, tensor: torch.Tensor, ranks: int) -> int:
+    """Return the elements of each rank's part that are compared."""
+    return max(1, MOST_BYTES // (ranks * max(1, len(request.outputs)) * tensor.itemsize))
+
+
+def _parts(request: Request, ctx: DeviceContext) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Return the words that this rank sends, flat, and the plain outputs that the coded ones are compared with: of large calls the first
+    words of each rank's part. Work of the decoding stream."""
+    ranks = ctx.size
+    inputs, outputs = ([logical_order(one) for one in some] for some in (request.inputs, request.outputs))
+    most = _most(request, request.tensor, ranks)
+    if OPS[request.op].traffic == "all_gather":
+        if request.op == "all_gather":
+            outputs = [torch.cat(outputs)]
+        return [one[:most] for one in inputs], [_rows(one, ranks, most) for one in outputs]
+    if request.op == "all_to_all":
+        return [one[:most] for one in inputs], [one[:most] for one in outputs]
+    if request.numel is None:
+        cut = [
+            one.split(list(sizes))
+            for one, sizes in ((inputs[0], request.segments.leaving), (outputs[0], request.segments.coming))
+        ]
+        return [one[:most] for one in cut[0]], [one[:most] for one in cut[1]]
+    return [_rows(inputs[0], ranks, most)], [_rows(outputs[0], ranks, most)]
+
+
+def _rows(flat: torch.Tensor, ranks: int, most: int) -> torch.Tensor:
+    """Return the first elements of each rank's part of a tensor, end to end."""
+    return flat.view(ranks, -1)[:, :most].reshape(-1)
+
+
+def _move(ctx: DeviceContext, request: Request, sources: Sequence[torch.Tensor], outs: Sequence[torch.Tensor]) -> None:
+    if OPS[request.op].traffic == "all_gather":
+        gather.gather(ctx, [Shard(own, whole, [own.numel()]) for own, whole in zip(sources, outs, strict=True)])
+    elif request.numel is not None and request.op != "all_to_all":
+        exchange_even(ctx, sources[0], outs[0])
+    else:
+        exchange_uneven(ctx, sources, outs)
+
+
+def _difference(got: torch.Tensor, want: torch.Tensor) -> torch.Tensor:
+    """Return the number of words that differ, the place of the first one, and both of its words; int64, on the device."""
+    got, want = bits(got), bits(want)
+    if not len(got):
+        return tensors.filled(4, 0, torch.int64, got.device)
+    wrong = (got != want).to(torch.uint8)
+    first = wrong.argmax().view(1)
+    return torch.cat([wrong.sum().view(1), first, *(one.index_select(0, first).to(torch.int64) for one in (got, want))])

@@ -1,0 +1,138 @@
+"""NCCL auto on the simulated GPU: plain results in the first steps, coded copies beside them, and a switch of all ranks, or none."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import corpus
+import levels
+import pytest
+import torch
+from pytest import MonkeyPatch
+
+from ds_zipccl.comm.device import choice, first_steps
+from ds_zipccl.comm.group_state import of_all_groups
+from ds_zipccl.config import ZipcclConfig
+from ds_zipccl.kernels.cuda.backend import CudaBackend
+from ds_zipccl.telemetry import counters
+from on_sim import world
+from on_sim.cases import CASES, HARD, weights
+from on_sim.test_canary import other_rank_skipped
+
+NUMEL = 24 << 10
+AUTO: dict[str, Any] = {"nccl": "auto", "nccl_min_bytes": 0, "min_bytes": 0, "mode": "always"}
+#: Operation -> its role.
+ROLES = {"gather": "zero_param", "in place": "zero_param", "exchange": "ep", "uneven": "ep"}
+
+
+@pytest.fixture(autouse=True)
+def forgotten() -> Any:
+    yield
+    for one in of_all_groups(choice.GroupChoice):
+        one.first = None
+
+
+class Engine:
+    """Stands for an engine."""
+
+
+def trained(rank: int, ranks: int, names: tuple[str, ...], steps: int, later: bool) -> list[set[str]]:
+    """Calls of each step, whose words are those of plain collectives; the roles that were coded, by step."""
+    levels.pretend(levels.nodes_of(ranks, 1))
+    from ds_zipccl import comm
+
+    config, device, engine = ZipcclConfig(enabled=True, **AUTO), torch.device("cuda", rank), Engine()
+    choice.settle(config, device)
+    found = []
+    for step in range(steps):
+        before = counted()
+        for name in names:
+            case = CASES["gather" if name == "in place" else name]
+            inputs = [weights(peer, case.given(peer, ranks, NUMEL), step) for peer in range(ranks)]
+            wanted = case.wanted(rank, inputs)
+            given, out = inputs[rank].to(device), torch.empty_like(wanted).to(device)
+            if name == "in place":
+                out.view(ranks, -1)[rank] = given
+                given = out.view(ranks, -1)[rank]
+            handle = case.call(Named(comm, config, ROLES[name]), out, given, None, later)
+            if handle is not None:
+                handle.wait()
+            corpus.assert_same_bits(out.cpu(), wanted)
+            out.fill_(-1)  # the caller's right
+            given.fill_(-1)
+        choice.end_step(engine)
+        found.append(set(counted() - before))
+    return found
+
+
+class Named:
+    """Our collectives with a config and a role."""
+
+    def __init__(self, module: Any, config: ZipcclConfig, role: str) -> None:
+        self._module, self._more = module, {"config": config, "role": role}
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *given: getattr(self._module, name)(*given, **self._more)
+
+
+def counted() -> dict[str, int]:
+    """Coded calls by role; ranks of the simulator share the counters."""
+    found: Counter[str] = Counter()
+    for row in counters.rows():
+        found[row["role"]] += row["calls"]
+    return found
+
+
+@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.full(reason="as 2"))])
+@pytest.mark.parametrize("later", [False, True], ids=["blocking", "asynchronous"])
+@pytest.mark.parametrize("most", [first_steps.MOST_BYTES, 8 << 10], ids=["whole", "first words"])
+def test_a_healthy_job_switches(
+    route: CudaBackend, ranks: int, later: bool, most: int, monkeypatch: MonkeyPatch, capfd: Any
+) -> None:
+    monkeypatch.setattr(first_steps, "MOST_BYTES", most)
+    outcome = world.run(trained, ranks, tuple(ROLES), 5, later, modes=HARD, route=route)
+    for steps in outcome.values:
+        assert steps[:3] == [set()] * 3 and steps[4] == {"zero_param", "ep"}
+    assert "nccl: ep coded from step 4 on, as all words compared were right; zero_param coded" in capfd.readouterr().out
+
+
+def first_word_changed(patch: MonkeyPatch) -> None:
+    decode = CudaBackend.decode_frames
+
+    def wrong(self: Any, frames: Any, block: int, outs: Any, status: Any) -> None:
+        decode(self, frames, block, outs, status)
+        outs[-1].view(torch.int16)[:1] ^= 1
+
+    patch.setattr(CudaBackend, "decode_frames", wrong)
+
+
+def first_frame_damaged(patch: MonkeyPatch) -> None:
+    decode = CudaBackend.decode_frames
+
+    def wrong(self: Any, frames: Any, block: int, outs: Any, status: Any) -> None:
+        frames[0][:1] ^= 8
+        decode(self, frames, block, outs, status)
+
+    patch.setattr(CudaBackend, "decode_frames", wrong)
+
+
+@pytest.mark.parametrize(
+    ("plant", "name", "other", "said"),
+    [
+        (other_rank_skipped, "gather", "exchange", "words wrong, first at"),
+        (first_word_changed, "exchange", "gather", "wrong, first at"),
+        (first_frame_damaged, "exchange", "gather", "refused: MAGIC"),
+    ],
+    ids=["gather", "exchange", "refused"],
+)
+def test_a_wrong_role_stays_plain_on_all_ranks(
+    route: CudaBackend, plant: Any, name: str, other: str, said: str, monkeypatch: MonkeyPatch, capfd: Any
+) -> None:
+    """The other role switches. The words of the job are the plain ones throughout."""
+    plant(monkeypatch)
+    outcome = world.run(trained, 2, (name, other), 5, False, route=route)
+    assert outcome.values == [[set()] * 3 + [{ROLES[other]}] * 2] * 2
+    line = capfd.readouterr().out
+    assert f"{ROLES[name]} stays plain, rank " in line and said in line, line
+    assert f"{ROLES[other]} coded from step 4 on" in line
