@@ -147,10 +147,10 @@ class ZipcclConfig:
     min_bytes: Annotated[int, Within(0, _BYTES), "Messages smaller than this many bytes pass through."] = 65536
     nccl: Annotated[
         Literal["auto", "on", "off"],
-        "on: code NCCL groups too. auto: the same for gathers and exchanges, once the first three optimizer steps have shown that coded "
-        "copies have the words of the plain results; sums stay NCCL's unless reduction is fp32. off, the default until these schedules "
-        "have run on GPUs: NCCL groups pass through.",
-    ] = "off"
+        "auto: code gathers and exchanges of NCCL groups, once the first three optimizer steps have shown that coded copies have the words "
+        "of the plain results; sums stay NCCL's unless reduction is fp32. on: code from the first call on, sums too. off: NCCL groups pass "
+        "through.",
+    ] = "auto"
     nccl_min_bytes: Annotated[
         int,
         Within(0, _BYTES),

@@ -47,7 +47,7 @@ are measured, with the hashes that prove equal bases on all ranks. The copies of
 Left out: overlap with computing and between operations, congestion, the memory and time that coding takes from computing, other
 traffic (scalars, MoE, pipeline), the exchange of hashes, and latency that grows with the number of ranks.
 
-NCCL groups on GPUs are coded with "nccl": "on" (formulas: ds_zipccl/policy/cost_model.py). Their plan is a model: no network of GPUs
+NCCL groups on GPUs: sums are coded with "nccl": "on" (formulas: ds_zipccl/policy/cost_model.py). Their plan is a model: no network of GPUs
 has run these schedules yet. plain: NCCL's rings. coded: as a job chooses its schedules: sums in two levels where that is faster, gathers
 coded where that is faster. The speed of the codec is that of docs/results/cuda.json where it has the dtype, else assumed. With several
 networks only totals are shown; --json has all rows, also those of owners: ZeRO-1 and ZeRO-2 with gradients to their owners only, plain.

@@ -221,7 +221,7 @@ def _in_stream_order(
     """Return the arithmetic on a group in stream order, whose backend promises no order."""
     kind: str = config.reduction
     mode, levels = config.mode_of(role), topology.levels(nodes) and topology.ascending(nodes)
-    if kind == "match" and state.size > 2 and config.enabled and config.nccl != "off" and mode != "never":
+    if kind == "match" and state.size > 2 and config.enabled and config.nccl == "on" and mode != "never":
         raise ConfigError(
             f'"zipccl.reduction" is "match" on an NCCL group of {state.size} ranks: on NCCL no order is promised by NCCL itself, so that '
             'no schedule can have its bits; match is for gloo, and for NCCL groups of two; write "auto", "fp32" or "plain"'

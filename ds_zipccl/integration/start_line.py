@@ -98,7 +98,7 @@ def _passes(device: str, config: ZipcclConfig, settled: Settled | None, backend:
     if backend not in admission.STREAM_BACKENDS:
         return ""
     if config.nccl == "off":
-        return ', whose schedules no network of GPUs has run yet; to use them all the same, set "nccl" to "on"'
+        return ', as "nccl" is "off"'
     if any(config.mode_of(role) == "always" for role in ROLES):
         return ""
     if group.nodes == 1:

@@ -140,13 +140,13 @@ class PassReason(Enum):
     BACKEND = (
         "no coded schedule for backend {} yet",
         "The group's backend, which the table names, has no coded schedule.",
-        "Groups of gloo are coded, and groups of NCCL with `nccl`.",
+        "Groups of gloo and of NCCL are coded.",
     )
     NCCL_OFF = (
         "nccl is off",
-        "The group's backend is NCCL, and the key `nccl` is off: the schedules on NCCL groups have not run on GPUs yet, only on a "
-        "simulated one.",
-        'Set `"nccl": "on"` in the section to code NCCL groups all the same.',
+        "The group's backend is NCCL, and the key `nccl` is off; or a kernel or the canary was wrong at the start, and a line of rank 0 "
+        "says so.",
+        'Leave `nccl` out of the section, or set `"nccl": "on"`.',
     )
     UNPROVEN = (
         "not proven yet",

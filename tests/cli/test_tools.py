@@ -380,8 +380,9 @@ def test_report_of_one_route(
     ("section", "said"),
     [
         ('{"nccl": "on"}', "on, in DS_ZIPCCL: NCCL groups are coded"),
-        ("1", "off, in DS_ZIPCCL: NCCL groups pass through"),
-        ("", "off, the default; DS_ZIPCCL is unset, and the config file decides: NCCL groups pass through"),
+        ("1", "auto, in DS_ZIPCCL: NCCL groups are coded when the first steps of a job have compared them"),
+        ("", "auto, the default; DS_ZIPCCL is unset, and the config file decides: NCCL groups are coded when"),
+        ('{"nccl": "off"}', "off, in DS_ZIPCCL: NCCL groups pass through"),
         ('{"nccl": "yes"}', "ConfigError: "),
     ],
 )

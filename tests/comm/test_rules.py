@@ -65,7 +65,7 @@ REFUSED = {
     "reduce op MAX": (replace(GOOD, reduce_op="MAX"), ON),
     "sums are the backend's": (replace(GOOD, plain_sums=True), ON),
     "no coded route on xpu yet": (replace(GOOD, device="xpu", backend="xccl"), ON),
-    "nccl is off": (replace(GOOD, device="cuda", backend="nccl"), ON),
+    "nccl is off": (replace(GOOD, device="cuda", backend="nccl"), replace(ON, nccl="off")),
     "no coded schedule for backend mpi yet": (replace(GOOD, backend="mpi"), ON),
     "smaller than min_bytes": (replace(GOOD, numel=32767), ON),
 }

@@ -193,7 +193,8 @@ def test_matrix_says_what_the_policy_decides() -> None:
             coded &= not streams or all(OPS[op].on_device for op, _ in operations)
             passes = not coded or (sends and device not in generate.POINT_TO_POINT_DEVICES)
             assert (text == generate.PASSES) == passes, (device, place, column)
-            assert text.startswith("with `nccl`: coded") == (streams and DEFAULT.nccl == "off" and not passes)
+            summed = streams and not passes and any("reduce" in op for op, _ in operations)
+            assert (generate.SUMS in text) == summed and DEFAULT.nccl == "auto"
             based = differences is not None and not passes
             based &= all(generate.admitted(op, role, device, place).with_base for op, role in operations[1:])
             based &= not (streams and column == "FSDP2")  # no sizes are agreed on
@@ -210,14 +211,8 @@ def test_matrix_follows_the_code(monkeypatch: pytest.MonkeyPatch) -> None:
         shown = generate.matrix(MATRIX)
         nothing = on_device == gathers  # a column has sums, or exchanges, beside gathers
         assert ("gain nothing yet" in shown) == nothing == ("| **CUDA, NCCL** | passes" in shown)
-        assert ("is off by default: no network of GPUs has run these schedules yet" in shown) != nothing
-    assert re.search(r"^\| CUDA, NCCL \| (with `nccl`: coded[^|]*\| ){4}passes through \|$", shown, re.MULTILINE)
-    default = generate.DEFAULT
-    monkeypatch.setattr(generate, "DEFAULT", generate.ON)
-    by_default = generate.matrix(MATRIX)
-    assert "off by default" not in by_default and "NCCL groups are coded where" in by_default
-    assert "| CUDA, NCCL | coded" in by_default
-    monkeypatch.setattr(generate, "DEFAULT", default)
+        assert ("No network of GPUs has run the schedules of NCCL groups yet" in shown) != nothing
+    assert re.search(r"^\| CUDA, NCCL \| (coded[^|]*\| ){4}passes through \|$", shown, re.MULTILINE)
     monkeypatch.setattr(admission, "CODED_BACKENDS", {"cpu": ("gloo",), "cuda": ("gloo",)})
     without = generate.matrix(MATRIX)
     assert "gain nothing yet" in without and "| **CUDA, NCCL** | passes" in without
@@ -424,7 +419,7 @@ def test_files_of_the_page_exist() -> None:
 def test_sections_switch_coding_on_and_nothing_is_lossy(path: Path) -> None:
     config = parse_section(json.loads(path.read_text())["zipccl"])
     assert config.enabled and config.mode == "auto" and not config.lossy
-    assert config.nccl == ("on" if path.stem in ("llamafactory_z3", "axolotl_z3") else "off")  # those are for GPUs
+    assert config.nccl == "auto"
 
 
 def test_the_config_of_llamafactory_is_that_of_trainer_in_most() -> None:

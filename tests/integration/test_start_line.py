@@ -28,8 +28,8 @@ GLOO = {"cpu": "gloo"}
 NCCL = {"cuda": "nccl"}
 BOTH = {"cpu": "gloo", "cuda": "nccl"}
 NO_SCHEDULE = "for which there are no coded schedules yet"
-OFF = 'whose schedules no network of GPUs has run yet; to use them all the same, set "nccl" to "on"'
-DEFAULT, ON = ZipcclConfig(enabled=True), ZipcclConfig(enabled=True, nccl="on")
+OFF = 'as "nccl" is "off"'
+DEFAULT, ON = ZipcclConfig(enabled=True, nccl="off"), ZipcclConfig(enabled=True)
 
 
 @pytest.fixture(autouse=True)
@@ -177,8 +177,9 @@ NO_HINT = "some calls of tp, as this DeepSpeed has no A.forward"
 EXACT: dict[str, tuple[dict[str, str], str, list[Group], dict[str, str], str]] = {
     "gloo": ({}, "cpu", [Group(2, GLOO), Group(1, GLOO), Group(4, GLOO)], {}, ""),
     "one rank": ({}, "cpu", [Group(1, GLOO)], {}, "all of them, as this job has one rank"),
-    "NCCL": ({}, "cuda", [Group(2, NCCL), Group(4, BOTH), Group(1, NCCL)], {}, 'cuda tensors over nccl (2 groups), as "nccl" is "off"'),
-    "NCCL and gloo": ({}, "cuda", [Group(2, NCCL), Group(2, {"cuda": "gloo"})], {},
+    "NCCL": ({"nccl": "off"}, "cuda", [Group(2, NCCL), Group(4, BOTH), Group(1, NCCL)], {},
+             'cuda tensors over nccl (2 groups), as "nccl" is "off"'),
+    "NCCL and gloo": ({"nccl": "off"}, "cuda", [Group(2, NCCL), Group(2, {"cuda": "gloo"})], {},
                       'cuda tensors over nccl, as "nccl" is "off"; cuda tensors over gloo, as no lossy kernels on cuda'),
     "MPI": ({}, "cpu", [Group(2, {"cpu": "mpi"})], {}, "cpu tensors over mpi, as there are no coded schedules for it yet"),
     "no backend": ({}, "xpu", [Group(2, {})], {}, "xpu tensors over no backend, as there are no coded schedules for it yet"),

@@ -9,8 +9,10 @@ import corpus
 import levels
 import pytest
 import torch
+import torch.distributed as dist
 from pytest import MonkeyPatch
 
+from ds_zipccl import comm
 from ds_zipccl.comm.device import choice, first_steps
 from ds_zipccl.comm.group_state import of_all_groups
 from ds_zipccl.config import ZipcclConfig
@@ -40,8 +42,6 @@ class Engine:
 def trained(rank: int, ranks: int, names: tuple[str, ...], steps: int, later: bool) -> list[set[str]]:
     """Calls of each step, whose words are those of plain collectives; the roles that were coded, by step."""
     levels.pretend(levels.nodes_of(ranks, 1))
-    from ds_zipccl import comm
-
     config, device, engine = ZipcclConfig(enabled=True, **AUTO), torch.device("cuda", rank), Engine()
     choice.settle(config, device)
     found = []
@@ -136,3 +136,23 @@ def test_a_wrong_role_stays_plain_on_all_ranks(
     line = capfd.readouterr().out
     assert f"{ROLES[name]} stays plain, rank " in line and said in line, line
     assert f"{ROLES[other]} coded from step 4 on" in line
+
+
+def to_owners(rank: int, ranks: int) -> Any:
+    levels.pretend(levels.nodes_of(ranks, 1))
+    config, device = ZipcclConfig(enabled=True, **AUTO), torch.device("cuda", rank)
+    settled = choice.settle(config, device)
+    assert settled is not None and settled.sums == "plain" and settled.compared
+    words = torch.ones(ranks * NUMEL, dtype=torch.bfloat16, device=device)
+    owned = [(NUMEL, [owner]) for owner in range(ranks)]
+    comm.reduce_to_owners(words, owned, dist.ReduceOp.SUM, None, config=config, role="zero_grad")
+    assert words[rank * NUMEL : (rank + 1) * NUMEL].eq(ranks).all()
+    return None
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_sums_have_the_bits_of_the_backend(route: CudaBackend, ranks: int) -> None:
+    """Sums of two ranks have one order, so that gradients may go to their owners alone; those of more pass."""
+    world.run(to_owners, ranks, route=route)
+    (row,) = counters.rows()
+    assert (row["calls"], row["passed"]) == ((ranks, 0) if ranks == 2 else (0, ranks))

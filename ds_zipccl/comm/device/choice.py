@@ -91,7 +91,7 @@ def settle(config: ZipcclConfig, device: torch.device) -> Settled | None:
     modes = {config.mode_of(role) for role in ROLES} - {"never"}
     if state is None or state.size == 1 or not state.streams(device.type) or config.nccl == "off" or not modes:
         return None
-    if config.reduction == "match" and state.size > 2:
+    if config.reduction == "match" and config.nccl == "on" and state.size > 2:
         raise ConfigError(
             f'"zipccl.reduction" is "match" with "nccl" on and {state.size} ranks: on NCCL no order of sums is promised by NCCL itself, so '
             'that no schedule can have its bits; match is for gloo, and for two ranks; write "auto" or "fp32"'
