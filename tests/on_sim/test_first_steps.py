@@ -11,15 +11,18 @@ import pytest
 import torch
 import torch.distributed as dist
 from pytest import MonkeyPatch
+from sim import streams
+from sim.device import mine
 
 from ds_zipccl import comm
 from ds_zipccl.comm.device import choice, first_steps
 from ds_zipccl.comm.group_state import of_all_groups
+from ds_zipccl.comm.work import CommError
 from ds_zipccl.config import ZipcclConfig
 from ds_zipccl.kernels.cuda.backend import CudaBackend
 from ds_zipccl.telemetry import counters
 from on_sim import world
-from on_sim.cases import CASES, HARD, weights
+from on_sim.cases import CASES, HARD, prepared, weights
 from on_sim.test_canary import other_rank_skipped
 
 NUMEL = 24 << 10
@@ -136,6 +139,57 @@ def test_a_wrong_role_stays_plain_on_all_ranks(
     line = capfd.readouterr().out
     assert f"{ROLES[name]} stays plain, rank " in line and said in line, line
     assert f"{ROLES[other]} coded from step 4 on" in line
+
+
+@pytest.mark.parametrize("alone", [False, True], ids=["all ranks", "one rank"])
+def test_a_fault_that_comes_later_stops_all_ranks(route: CudaBackend, alone: bool, monkeypatch: MonkeyPatch) -> None:
+    """With the bits of plain training until a step compares again. Stamps of the self-test go."""
+    forgotten: list[bool] = []
+    monkeypatch.setattr(first_steps, "LOOK_STEPS", 5)
+    monkeypatch.setattr(first_steps.self_test, "forget_stamps", lambda: forgotten.append(True))
+    decode = CudaBackend.decode_gather
+
+    def wrong(self: Any, staging: Any, table: Any, outs: Any, *more: Any, **named: Any) -> None:
+        decode(self, staging, table, outs, *more, **named)
+        if choice._of_job().first._ended >= 5 and not (alone and mine().rank):  # type: ignore[union-attr]
+            (outs if isinstance(outs, torch.Tensor) else outs[0]).view(torch.int16)[-1:].bitwise_xor_(
+                1
+            )  # of the other rank's part
+
+    monkeypatch.setattr(CudaBackend, "decode_gather", wrong)
+
+    def fails(rank: int, ranks: int) -> str:
+        with pytest.raises(CommError) as caught:
+            trained(rank, ranks, ("gather", "exchange"), 6, False)
+        return str(caught.value)
+
+    said = world.run(fails, 2, route=route).values
+    assert said[0] == said[1] and len(forgotten) == 2
+    assert (
+        "role zero_param have wrong words after 6 steps, rank 0: all_gather_into_tensor of bfloat16: 1 words wrong"
+        in said[0]
+    )
+    assert f"first at {2 * NUMEL - 1}: got 0x" in said[0] and "since step 1" in said[0]
+
+
+def captured(rank: int, ranks: int, name: str) -> None:
+    """The plain collective alone is in the graph, and its replay sends what is in the tensors then."""
+    levels.pretend(levels.nodes_of(ranks, 1))
+    config, device = ZipcclConfig(enabled=True, **AUTO), torch.device("cuda", rank)
+    choice.settle(config, device)
+    values, out, wanted = prepared(name, rank, ranks)
+    given, recorded = torch.zeros_like(values), streams.Graph()
+    with recorded.capture():
+        CASES[name].call(Named(comm, config, ROLES[name]), out, given, None, False)
+    given.copy_(values)
+    recorded.replay()
+    corpus.assert_same_bits(out.cpu(), wanted)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_nothing_is_compared_inside_a_graph(route: CudaBackend, name: str) -> None:
+    """The host cannot wait for sizes there."""
+    world.run(captured, 2, name, route=route)
 
 
 def to_owners(rank: int, ranks: int) -> Any:

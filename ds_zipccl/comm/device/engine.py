@@ -48,13 +48,13 @@ def passes_now(request: Request) -> PassReason | None:
     config, role = request.options.config, request.options.role
     if lacks_memory():
         return PassReason.NO_MEMORY
+    if devices.is_capturing(device):
+        return PassReason.CAPTURED
     if request.sum.op is None:
         nbytes = None if request.numel is None else request.nbytes()
         reason = reason_to_pass(request.op, role, nbytes, config, group, device.type)
         if reason is not None:
             return reason
-    if devices.is_capturing(device):
-        return PassReason.CAPTURED
     chosen = OPS[request.op].traffic == "all_to_all" and config.mode_of(role) == "auto"
     pays = not chosen or pays_now(group, request.op, role, request.tensor, request.numel)
     return None if pays else PassReason.SMALL_GAIN

@@ -2,7 +2,8 @@
 
 Each role is compared until it has been in :data:`STEPS` optimizer steps. Then all ranks agree: where every word was right on every rank,
 the moves of the role are coded from the next step on; otherwise they stay plain for as long as the job runs. Nothing unproven reaches the
-model. Sums are not compared: with ``nccl`` auto they are the backend's own, unless ``reduction`` asks for ours.
+model. Sums are not compared: with ``nccl`` auto they are the backend's own, unless ``reduction`` asks for ours. Every :data:`LOOK_STEPS`
+steps a plain step compares again, and stops all ranks where a word has become wrong.
 
 Frames are those without a base: a difference is proven by the hashes of its base, see :mod:`.bases.proof`.
 """
@@ -22,6 +23,7 @@ from ds_zipccl.comm.device.context import DeviceContext
 from ds_zipccl.comm.device.exchange import exchange_even, exchange_uneven
 from ds_zipccl.comm.device.gather import Shard
 from ds_zipccl.comm.device.reports import Reports
+from ds_zipccl.comm.device.sizes import Refused
 from ds_zipccl.comm.device.streams import Stage
 from ds_zipccl.comm.group_state import resolve_group
 from ds_zipccl.comm.request import Request, logical_order
@@ -29,14 +31,17 @@ from ds_zipccl.comm.shadow_check import bits
 from ds_zipccl.comm.topology import tell
 from ds_zipccl.comm.work import CommError
 from ds_zipccl.config import ZipcclConfig
+from ds_zipccl.kernels import self_test
 from ds_zipccl.ops import OPS
 from ds_zipccl.policy import trial
 from ds_zipccl.policy.admission import PassReason
 
 #: Steps in which the calls of a role are compared (seed: later ones have the same sizes and schedules).
 STEPS = 3
-#: Calls of a kind that are compared, and kinds (seed: all schedules and sizes of a step, at a small part of its bytes).
-CALLS, KINDS = 4, 64
+#: Calls of a kind that are compared in a step, and kinds of a group (seed: all schedules and sizes, at a small part of a step's bytes).
+CALLS, KINDS = 2, 64
+#: Steps after which a plain step compares proven roles again (seed: a thousandth of the gain).
+LOOK_STEPS = 1000
 #: Bytes of the outputs of a call that are compared (admission: memory of every rank, beside the model).
 MOST_BYTES = 64 << 20
 
@@ -58,12 +63,13 @@ class FirstSteps:
         self._steps: Counter[str] = Counter()
         self._now: set[str] = set()  # roles of the step that runs
         self._ended, self._due = 0, STEPS
+        self._looking = False  # the step that runs compares proven roles too
         #: Role -> its reports, apart from those of the job, which a refused frame stops.
         self._reports: dict[str, Reports] = {}
 
     def reason(self, role: str) -> PassReason | None:
         """Return why the moves of a role pass in the step that runs; None if they are proven."""
-        if role in self.proven:
+        if role in self.proven and not self._looking:
             return None
         return PassReason.WRONG_WORDS if role in self.wrong else PassReason.UNPROVEN
 
@@ -79,7 +85,8 @@ class FirstSteps:
         role = request.options.role
         kind = request.op, role, request.tensor.dtype, str(resolve_group(request.group).group_name), _size(request)
         self._now.add(role)
-        if self._calls[kind] >= CALLS or (kind not in self._calls and len(self._calls) >= KINDS):
+        kinds = sum(other[3] == kind[3] for other in self._calls)  # of the group: its ranks must count alike
+        if self._calls[kind] >= CALLS or (kind not in self._calls and kinds >= KINDS):
             return
         self._calls[kind] += 1
         if role not in self._reports:
@@ -98,40 +105,51 @@ class FirstSteps:
             ctx.streams.order(Stage.DECODE, Stage.WIRE)
         try:
             _move(ctx, request, sources, got)
-        except CommError as error:  # on all ranks of the group: they have agreed
+        except Refused as error:  # on all ranks of the group
             self._failed.setdefault(role, str(error))
             got = want
         with ctx.streams.on(Stage.DECODE):
-            found = _difference(torch.cat(got), torch.cat(want))
+            found = _difference(*(some[0] if len(some) == 1 else torch.cat(some) for some in (got, want)))
             before = self._found.get(kind)
             self._found[kind] = found if before is None else torch.where(before[:1] > 0, before, found)
         ctx.streams.join(ctx.streams.record_all())
 
     def end_step(self) -> str:
         """Note that an optimizer step has ended; return the line for the user where roles were decided on, "" otherwise. A collective of
-        all ranks, which call at the same place of the program; the host waits after :data:`STEPS` steps, and then each time that as many
-        steps more have ended as before."""
+        all ranks, which call at the same place of the program; the host waits after :data:`STEPS` steps, then each time that as many steps
+        more have ended as before, and every :data:`LOOK_STEPS` steps.
+
+        Raises:
+            CommError: a role that was proven has wrong words now, on all ranks.
+        """
         self._ended += 1
         self._steps.update(self._now)
-        self._now = set()
-        if self._ended < self._due:
+        self._now, self._calls = set(), Counter()
+        if self._ended < self._due and not self._looking:
+            self._looking = bool(self.proven) and self._ended % LOOK_STEPS == 0
             return ""
-        self._due *= 2
-        said = {role: self._said(role) for role in self._steps if self.reason(role) is PassReason.UNPROVEN}
+        self._looking = False
+        if self._ended >= self._due:
+            self._due *= 2
+        said = {role: self._said(role) for role in self._steps if role not in self.wrong}
         told = tell(resolve_group(None), json.dumps({role: [self._steps[role], text] for role, text in said.items()}))
         lines, ranks = [], {rank: json.loads(text) for rank, text in told.items()}
         for role in sorted({role for one in ranks.values() for role in one}):
             seen = {rank: one[role] for rank, one in ranks.items() if role in one}
             wrong = next((f"rank {rank}: {text}" for rank, (_, text) in sorted(seen.items()) if text), "")
+            if wrong and role in self.proven:
+                self_test.forget_stamps()
+                raise CommError(
+                    f"nccl: coded calls of role {role} have wrong words after {self._ended} steps, {wrong}; wrong words may be in the "
+                    f"model since step {max(1, self._ended - LOOK_STEPS)}: look at the hardware, and restart from an earlier checkpoint"
+                )
             if wrong:
                 self.wrong[role] = wrong
                 lines.append(f"{role} stays plain, {wrong}")
-            elif min(steps for steps, _ in seen.values()) >= STEPS:
+            elif role not in self.proven and min(steps for steps, _ in seen.values()) >= STEPS:
                 self.proven.add(role)
                 lines.append(f"{role} coded from step {self._ended + 1} on, as all words compared were right")
-        self._found = {
-            kind: found for kind, found in self._found.items() if self.reason(kind[1]) is PassReason.UNPROVEN
-        }
+        self._found = {kind: one for kind, one in self._found.items() if not {kind[1]} & {*self.proven, *self.wrong}}
         return "; ".join(lines)
 
     def _said(self, role: str) -> str:

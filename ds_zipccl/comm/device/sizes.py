@@ -13,6 +13,7 @@ from ds_zipccl import devices, tensors
 from ds_zipccl.comm.context import packed, unpacked
 from ds_zipccl.comm.device.context import DeviceContext
 from ds_zipccl.comm.device.streams import Stage, Streams
+from ds_zipccl.comm.work import CommError
 from ds_zipccl.telemetry import counters
 
 #: Looks at an event before the host sleeps between two looks, and seconds of the sleep (seed: an agreement takes some 100 us; a look keeps
@@ -21,6 +22,11 @@ _LOOKS, _SLEEP_S = 50, 2e-5
 
 #: Reports in a message (admission: the first of many tell enough).
 _TEXTS = 3
+
+
+class Refused(CommError):
+    """A rank has refused a frame; all ranks of the group raise."""
+
 
 #: Page-locked words of the host. The host has read an agreement before the next one begins.
 _hosts: WeakKeyDictionary[Streams, torch.Tensor] = WeakKeyDictionary()
@@ -76,7 +82,7 @@ def _raise_refused(ctx: DeviceContext, failed: bool | int) -> None:
     if failed:
         said = dict.fromkeys(tell(ctx, ctx.reports.describe()))  # a collective: all ranks know that there is a failure
         everyones = "; ".join([text for text in said if text][:_TEXTS])
-        raise ctx.error(f"{everyones}; words of refused frames are NaN; stop the job on all ranks")
+        raise Refused(str(ctx.error(f"{everyones}; words of refused frames are NaN; stop the job on all ranks")))
 
 
 def _host(streams: Streams, numel: int) -> torch.Tensor:
