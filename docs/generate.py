@@ -149,7 +149,7 @@ def nccl() -> str:
         )
     return (
         "**No network of GPUs has run the schedules of NCCL groups yet.** On one H200, which 2 and 4 ranks shared, and on a simulated GPU "
-        "every bit was right. Each job proves them first: until three optimizer steps have compared coded copies with the plain results, "
+        "every bit was right. Each job proves them first: until four optimizer steps have compared coded copies with the plain results, "
         "the plain results count."
     )
 

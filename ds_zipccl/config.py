@@ -147,7 +147,7 @@ class ZipcclConfig:
     min_bytes: Annotated[int, Within(0, _BYTES), "Messages smaller than this many bytes pass through."] = 65536
     nccl: Annotated[
         Literal["auto", "on", "off"],
-        "auto: code gathers and exchanges of NCCL groups, once the first three optimizer steps have shown that coded copies have the words "
+        "auto: code gathers and exchanges of NCCL groups, once the first four optimizer steps have shown that coded copies have the words "
         "of the plain results; sums stay NCCL's unless reduction is fp32. on: code from the first call on, sums too. off: NCCL groups pass "
         "through.",
     ] = "auto"

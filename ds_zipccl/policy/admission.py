@@ -150,7 +150,7 @@ class PassReason(Enum):
     )
     UNPROVEN = (
         "not proven yet",
-        "With `nccl` auto, plain collectives give the results of the first three optimizer steps, and coded copies are compared with them. "
+        "With `nccl` auto, plain collectives give the results of the first four optimizer steps, and coded copies are compared with them. "
         "A job without optimizer steps, and a program that calls the collectives itself, stay plain.",
         'None is needed. `"nccl": "on"` codes from the first call on.',
     )

@@ -94,10 +94,10 @@ def test_a_healthy_job_switches(
     route: CudaBackend, ranks: int, later: bool, most: int, monkeypatch: MonkeyPatch, capfd: Any
 ) -> None:
     monkeypatch.setattr(first_steps, "MOST_BYTES", most)
-    outcome = world.run(trained, ranks, tuple(ROLES), 5, later, modes=HARD, route=route)
+    outcome = world.run(trained, ranks, tuple(ROLES), 6, later, modes=HARD, route=route)
     for steps in outcome.values:
-        assert steps[:3] == [set()] * 3 and steps[4] == {"zero_param", "ep"}
-    assert "nccl: ep coded from step 4 on, as all words compared were right; zero_param coded" in capfd.readouterr().out
+        assert steps[:4] == [set()] * 4 and steps[5] == {"zero_param", "ep"}
+    assert "nccl: ep coded from step 5 on, as all words compared were right; zero_param coded" in capfd.readouterr().out
 
 
 def first_word_changed(patch: MonkeyPatch) -> None:
@@ -134,11 +134,11 @@ def test_a_wrong_role_stays_plain_on_all_ranks(
 ) -> None:
     """The other role switches. The words of the job are the plain ones throughout."""
     plant(monkeypatch)
-    outcome = world.run(trained, 2, (name, other), 5, False, route=route)
-    assert outcome.values == [[set()] * 3 + [{ROLES[other]}] * 2] * 2
+    outcome = world.run(trained, 2, (name, other), 6, False, route=route)
+    assert outcome.values == [[set()] * 4 + [{ROLES[other]}] * 2] * 2
     line = capfd.readouterr().out
     assert f"{ROLES[name]} stays plain, rank " in line and said in line, line
-    assert f"{ROLES[other]} coded from step 4 on" in line
+    assert f"{ROLES[other]} coded from step 5 on" in line
 
 
 @pytest.mark.parametrize("alone", [False, True], ids=["all ranks", "one rank"])

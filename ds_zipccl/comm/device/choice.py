@@ -73,7 +73,7 @@ class Settled:
         moves = f"plain, {self.reason.value}" if self.reason else coded
         parts += [f"moves in mode auto: {moves}", f"sums: {self.sums}"]
         if self.compared and not self.reason:
-            parts.append(f"plain in the first {first_steps.STEPS} steps, which compare coded copies")
+            parts.append(f"plain in the first {1 + first_steps.STEPS} steps, which compare coded copies")
         if self.one_queue:
             parts.append(f"no overlap of coded calls with computing, as {_QUEUES} is 1: unset it")
         return "; ".join(parts)

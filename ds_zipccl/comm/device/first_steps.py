@@ -36,13 +36,15 @@ from ds_zipccl.ops import OPS
 from ds_zipccl.policy import trial
 from ds_zipccl.policy.admission import PassReason
 
-#: Steps in which the calls of a role are compared (seed: later ones have the same sizes and schedules).
+#: Steps in which the calls of a role are compared (seed: later ones have the same sizes and schedules). The first step of a job is not one
+#: of them: it shows how much memory is left.
 STEPS = 3
 #: Calls of a kind that are compared in a step, and kinds of a group (seed: all schedules and sizes, at a small part of a step's bytes).
 CALLS, KINDS = 2, 64
 #: Steps after which a plain step compares proven roles again (seed: a thousandth of the gain).
 LOOK_STEPS = 1000
-#: Bytes of the outputs of a call that are compared (admission: memory of every rank, beside the model).
+#: Bytes of the outputs of a call that are compared at most; half of the staging buffers where that is less (admission: a copy, its words
+#: and a mask take some three and a half times as much memory, equal on all ranks, beside the model).
 MOST_BYTES = 64 << 20
 
 #: A kind of calls: operation, role, dtype, group, size class.
@@ -62,7 +64,7 @@ class FirstSteps:
         self._failed: dict[str, str] = {}  # role -> the error of its frames
         self._steps: Counter[str] = Counter()
         self._now: set[str] = set()  # roles of the step that runs
-        self._ended, self._due = 0, STEPS
+        self._ended, self._due = 0, 1 + STEPS
         self._looking = False  # the step that runs compares proven roles too
         #: Role -> its reports, apart from those of the job, which a refused frame stops.
         self._reports: dict[str, Reports] = {}
@@ -82,6 +84,8 @@ class FirstSteps:
         Args:
             handle: of the plain call; None: the current stream has waited for it.
         """
+        if not self._ended:
+            return
         role = request.options.role
         kind = request.op, role, request.tensor.dtype, str(resolve_group(request.group).group_name), _size(request)
         self._now.add(role)
@@ -116,8 +120,8 @@ class FirstSteps:
 
     def end_step(self) -> str:
         """Note that an optimizer step has ended; return the line for the user where roles were decided on, "" otherwise. A collective of
-        all ranks, which call at the same place of the program; the host waits after :data:`STEPS` steps, then each time that as many steps
-        more have ended as before, and every :data:`LOOK_STEPS` steps.
+        all ranks, which call at the same place of the program; the host waits after the first :data:`STEPS` steps that compare, then each
+        time that as many steps more have ended as before, and every :data:`LOOK_STEPS` steps.
 
         Raises:
             CommError: a role that was proven has wrong words now, on all ranks.
@@ -170,17 +174,13 @@ def _size(request: Request) -> int:
     return 0 if request.numel is None else trial.size_class(max(1, request.nbytes()))
 
 
-def _most(request: Request, tensor: torch.Tensor, ranks: int) -> int:
-    """Return the elements of each rank's part that are compared."""
-    return max(1, MOST_BYTES // (ranks * max(1, len(request.outputs)) * tensor.itemsize))
-
-
 def _parts(request: Request, ctx: DeviceContext) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """Return the words that this rank sends, flat, and the plain outputs that the coded ones are compared with: of large calls the first
     words of each rank's part. Work of the decoding stream."""
     ranks = ctx.size
     inputs, outputs = ([logical_order(one) for one in some] for some in (request.inputs, request.outputs))
-    most = _most(request, request.tensor, ranks)
+    nbytes = min(MOST_BYTES, ctx.budget // 2)
+    most = max(1, nbytes // (ranks * max(1, len(outputs)) * request.tensor.itemsize))
     if OPS[request.op].traffic == "all_gather":
         if request.op == "all_gather":
             outputs = [torch.cat(outputs)]
