@@ -135,6 +135,16 @@ def test_phases_of_a_training() -> None:
     assert list(found.values()) == [[2, 3], [2, 3, 4, 5], [6, 7, 8, 9], [9]]
 
 
+def test_prose_fits_in_120_columns() -> None:
+    """Tables, commands, generated sections and HTML are as long as they are."""
+    for page in (*PAGES, ROOT / "CONTRIBUTING.md", ROOT / "SECURITY.md"):
+        text = re.sub(
+            r"<!-- begin .+?<!-- end -->|^ *```.+?^ *```", "", page.read_text(), flags=re.DOTALL | re.MULTILINE
+        )
+        long = [line for line in text.splitlines() if len(line) > 120 and not re.match(r"\||    |\s*<", line)]
+        assert not long, f"{page.name}: {long}"
+
+
 # ---- README ----------------------------------------------------------------------------------------------------------
 
 
@@ -255,7 +265,7 @@ def test_reasons_of_the_policy_have_a_remedy(change: dict[str, Any]) -> None:
 
 def test_figures_of_the_text_are_those_of_the_code() -> None:
     def text(page: str) -> str:
-        return (ROOT / "docs" / page).read_text()
+        return " ".join((ROOT / "docs" / page).read_text().split())
 
     assert f"{trial.DELAY_CALLS[1]} asynchronous operations" in text("troubleshooting.md")
     assert f"at least {wire.FRAGMENT_UNIT} elements" in text("how-it-works.md")
@@ -439,6 +449,6 @@ def test_files_of_launchers_name_a_config(path: Path) -> None:
 
 
 def test_values_auto_of_the_page_are_those_of_the_section() -> None:
-    (said,) = re.findall(r"There only (.+?) know `\"auto\"`", RECIPES_PAGE)
+    (said,) = re.findall(r"There only (.+?) know `\"auto\"`", RECIPES_PAGE, re.DOTALL)
     keys = set(re.findall(r"`(\w+)`", said))
     assert keys == {key for key, value in vars(DEFAULT).items() if value == "auto"}
