@@ -14,6 +14,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ import torch.distributed as dist
 import where
 
 from ds_zipccl import comm
+from ds_zipccl.comm.device import choice
 from ds_zipccl.config import ZipcclConfig
 from ds_zipccl.ops import OPS
 from ds_zipccl.policy.admission import PassReason
@@ -253,6 +255,27 @@ def subgroups(it: Rank) -> None:
     dist.destroy_process_group(again)
 
 
+def first_steps(it: Rank) -> None:
+    """With nccl auto: plain results in the first steps, coded copies compared with them, and a switch as all words are right."""
+    levels.pretend(levels.nodes_of(it.ranks, 1))
+    config = replace(CODED, nccl="auto")
+    settled = choice.settle(config, it.device)
+    assert settled is not None and settled.compared
+    shards, coded = it.everybodys(300_001, seed=21), []
+    sent = torch.cat(shards)
+    for _ in range(6):
+        counters.reset()
+        whole, got = torch.zeros_like(sent), torch.zeros_like(sent)
+        comm.all_gather_into_tensor(whole, shards[it.rank], config=config, role="zero_param")
+        comm.all_to_all_single(got, sent, config=config, role="ep", async_op=True).wait()
+        equal(whole, sent)
+        equal(got, shards[it.rank].repeat(it.ranks))
+        choice.end_step(it)
+        coded.append(sum(row["calls"] for row in counters.rows()))
+    it.figures["first_steps"] = coded
+    assert coded == [0, 0, 0, 0, 2, 2], coded
+
+
 def streams(it: Rank) -> None:
     """A call without async_op stays in the order of the current stream, and does not wait for other streams."""
     mine, other = where.HERE.streams(2)
@@ -363,7 +386,7 @@ def sum_suite(it: Rank) -> None:
 
 
 Check = Callable[[Rank], None]
-SHARED: tuple[Check, ...] = (gathers, exchanges, additions, subgroups, move_suite, sum_suite, captures)
+SHARED: tuple[Check, ...] = (gathers, exchanges, additions, subgroups, move_suite, sum_suite, captures, first_steps)
 PROGRAMS: dict[str, tuple[Check, ...]] = {
     "probe": (reductions,),
     "one_rank": (
