@@ -20,6 +20,7 @@ from ds_zipccl.comm.group_state import of_all_groups
 from ds_zipccl.comm.work import CommError
 from ds_zipccl.config import ZipcclConfig
 from ds_zipccl.kernels.cuda.backend import CudaBackend
+from ds_zipccl.policy.admission import PassReason
 from ds_zipccl.telemetry import counters
 from on_sim import world
 from on_sim.cases import CASES, HARD, prepared, weights
@@ -46,7 +47,8 @@ def trained(rank: int, ranks: int, names: tuple[str, ...], steps: int, later: bo
     """Calls of each step, whose words are those of plain collectives; the roles that were coded, by step."""
     levels.pretend(levels.nodes_of(ranks, 1))
     config, device, engine = ZipcclConfig(enabled=True, **AUTO), torch.device("cuda", rank), Engine()
-    choice.settle(config, device)
+    if choice._of_job().first is None:
+        choice.settle(config, device)
     found = []
     for step in range(steps):
         before = counted()
@@ -139,6 +141,28 @@ def test_a_wrong_role_stays_plain_on_all_ranks(
     line = capfd.readouterr().out
     assert f"{ROLES[name]} stays plain, rank " in line and said in line, line
     assert f"{ROLES[other]} coded from step 5 on" in line
+
+
+def test_a_healthy_job_looks_and_goes_on(route: CudaBackend, monkeypatch: MonkeyPatch) -> None:
+    monkeypatch.setattr(first_steps, "LOOK_STEPS", 5)
+    world.run(trained, 2, ("gather", "exchange"), 8, False, route=route)
+    rows = [row for row in counters.rows() if row["role"] in ROLES.values()]
+    assert [row["calls"] for row in rows] == [2 * 3] * 2, "steps 5, 7 and 8"
+    assert [row["reasons"] for row in rows] == [{PassReason.UNPROVEN.value: 2 * 5}] * 2
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["in time", "too late"])
+def test_a_role_that_comes_later(route: CudaBackend, late: bool, monkeypatch: MonkeyPatch) -> None:
+    monkeypatch.setattr(first_steps, "LAST", 4 if late else 8)
+    world.run(comes_later, 2, route=route)
+    calls = {row["role"]: row["calls"] for row in counters.rows()}
+    assert (calls["zero_param"], calls["ep"]) == (2 * 6, 0 if late else 2 * 2)
+
+
+def comes_later(rank: int, ranks: int) -> None:
+    trained(rank, ranks, ("gather",), 5, False)
+    trained(rank, ranks, ("gather", "exchange"), 4, False)
+    trained(rank, ranks, ("gather", "exchange"), 1, False)
 
 
 @pytest.mark.parametrize("alone", [False, True], ids=["all ranks", "one rank"])

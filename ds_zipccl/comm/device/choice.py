@@ -112,7 +112,8 @@ def settle(config: ZipcclConfig, device: torch.device) -> Settled | None:
     )
     own = state.of(GroupChoice)
     own.settled, own.reserving = settled, partial(reserve, config, device)
-    own.first = first_steps.FirstSteps(config, device) if config.nccl == "auto" else None
+    if config.nccl == "auto" and (rule.reason is None or "always" in modes):
+        own.first = first_steps.FirstSteps(config, device)
     return settled
 
 

@@ -23,7 +23,7 @@ from ds_zipccl.comm.device.context import DeviceContext
 from ds_zipccl.comm.device.exchange import exchange_even, exchange_uneven
 from ds_zipccl.comm.device.gather import Shard
 from ds_zipccl.comm.device.reports import Reports
-from ds_zipccl.comm.device.sizes import Refused
+from ds_zipccl.comm.device.sizes import Refused, agree, to_device
 from ds_zipccl.comm.device.streams import Stage
 from ds_zipccl.comm.group_state import resolve_group
 from ds_zipccl.comm.request import Request, logical_order
@@ -41,6 +41,8 @@ from ds_zipccl.policy.admission import PassReason
 STEPS = 3
 #: Calls of a kind that are compared in a step, and kinds of a group (seed: all schedules and sizes, at a small part of a step's bytes).
 CALLS, KINDS = 2, 64
+#: Steps after which no further role is decided on (admission: ranks tell each other texts, which takes seconds with a thousand of them).
+LAST = 32
 #: Steps after which a plain step compares proven roles again (seed: a thousandth of the gain).
 LOOK_STEPS = 1000
 #: Bytes of the outputs of a call that are compared at most; half of the staging buffers where that is less (admission: a copy, its words
@@ -121,7 +123,7 @@ class FirstSteps:
     def end_step(self) -> str:
         """Note that an optimizer step has ended; return the line for the user where roles were decided on, "" otherwise. A collective of
         all ranks, which call at the same place of the program; the host waits after the first :data:`STEPS` steps that compare, then each
-        time that as many steps more have ended as before, and every :data:`LOOK_STEPS` steps.
+        time that as many steps more have ended as before, up to :data:`LAST`, and every :data:`LOOK_STEPS` steps.
 
         Raises:
             CommError: a role that was proven has wrong words now, on all ranks.
@@ -129,13 +131,16 @@ class FirstSteps:
         self._ended += 1
         self._steps.update(self._now)
         self._now, self._calls = set(), Counter()
-        if self._ended < self._due and not self._looking:
-            self._looking = bool(self.proven) and self._ended % LOOK_STEPS == 0
-            return ""
-        self._looking = False
-        if self._ended >= self._due:
+        looked, due = self._looking, self._ended == self._due <= LAST
+        self._looking = bool(self.proven) and self._ended % LOOK_STEPS == 0
+        if due:
             self._due *= 2
+        if not due and not looked:
+            return ""
         said = {role: self._said(role) for role in self._steps if role not in self.wrong}
+        if not due and not self._on_any_rank(any(said.values())):
+            self._found.clear()
+            return ""
         told = tell(resolve_group(None), json.dumps({role: [self._steps[role], text] for role, text in said.items()}))
         lines, ranks = [], {rank: json.loads(text) for rank, text in told.items()}
         for role in sorted({role for one in ranks.values() for role in one}):
@@ -156,9 +161,16 @@ class FirstSteps:
         self._found = {kind: one for kind, one in self._found.items() if not {kind[1]} & {*self.proven, *self.wrong}}
         return "; ".join(lines)
 
+    def _on_any_rank(self, found: bool) -> bool:
+        ctx = DeviceContext("first steps", resolve_group(None), self._config, "dp", self._config.codec, self._device)
+        with torch.inference_mode():
+            with ctx.streams.on(Stage.ENCODE):
+                word = to_device(ctx.streams, [found])
+            return bool(agree(ctx, [word])[0])
+
     def _said(self, role: str) -> str:
         """Return the first mistake in the frames of a role, "" where there is none. Waits for the device."""
-        refused = self._reports[role].describe() or self._failed.get(role)
+        refused = self._failed.get(role) or (self._reports[role].describe() if role in self._reports else "")
         if refused:
             return refused
         for kind, found in self._found.items():
