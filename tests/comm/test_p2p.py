@@ -140,7 +140,7 @@ def plan_of(monkeypatch: pytest.MonkeyPatch) -> Callable[..., admission.Decision
     ) -> admission.Decision:
         monkeypatch.setattr(decision, "link_profile", lambda state, device: profile)
         op = "recv" if peer is None else "send"
-        return p2p._post(op, torch.ones(1 << 20), None, tag, (None, peer), config, "pp").decision  # type: ignore[union-attr]
+        return p2p._post(op, torch.ones(1 << 20), None, tag, (None, peer), config=config, role="pp").decision  # type: ignore[union-attr]
 
     members = SimpleNamespace(size=2, rank=1, backend=lambda device: "gloo")
     monkeypatch.setattr(p2p, "group_state", lambda group: members)

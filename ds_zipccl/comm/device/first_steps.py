@@ -108,7 +108,6 @@ class FirstSteps:
                 want.append(part.contiguous())
                 got.append(tensors.empty(part.numel(), part.dtype, part.device))
             ctx.streams.order(Stage.DECODE, Stage.ENCODE)
-            ctx.streams.order(Stage.DECODE, Stage.WIRE)
         try:
             _move(ctx, request, sources, got)
         except Refused as error:  # on all ranks of the group

@@ -124,7 +124,7 @@ def _send(post: Post, *, bounded: bool) -> Any:
     """Start a send. With ``bounded``, posting may block on the peer, so that memory is bounded, and the tensor must stay as it is."""
     if post.decision.frames:
         return engine.send(post, bounded=bounded)
-    counters.record_pass(post.role, "send", post.tensor.nbytes, post.decision.reason)
+    counters.record_pass(post.role, "send", post.tensor.numel() * post.tensor.element_size(), post.decision.reason)
     assert post.peer is not None  # a send names its receiver
     return dist.isend(post.tensor, dist.get_global_rank(post.group, post.peer), post.group, post.tag)
 
