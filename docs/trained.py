@@ -224,8 +224,8 @@ def figures(page: Path) -> str:
     equal = not any(verdict["problems"] for verdict in content["verdicts"])
     lines = ["- " + lora_title(rows, link, f"{content['verdicts'][0]['parameters'] / 1e6:.0f}M", equal)]
     for name, text in (("train_zero2", "ZeRO-2"), ("train_zero3_base", 'ZeRO-3 with `"zero3_base": "host"`')):
-        plain, coded = map(_variants(name).get, ("plain", "coded"))
-        assert plain is not None and coded is not None
+        found = _variants(name)
+        plain, coded = found["plain"], found["coded"]
         model = f"a GPT of {results(name)['verdicts'][0]['parameters'] / 1e6:.1f}M parameters"
         lines.append(
             f"- **{coded['speedup']:.1f} times faster steps**: {text}, {model}, {coded['ranks']} CPU ranks, gloo on "
@@ -251,7 +251,7 @@ _JOBS: tuple[tuple[str, str, dict[str, Any]], ...] = (
 
 
 def jobs(more: Sequence[str]) -> str:
-    """The README's table of jobs and its picture. ``more``: a row of another source."""
+    """The README's table of jobs. ``more``: a row of another source."""
     rows: list[Sequence[Any]] = []
     for text, name, wanted in _JOBS:
         found = _variants(name, **wanted)
@@ -260,4 +260,4 @@ def jobs(more: Sequence[str]) -> str:
         other = f"{found['zeropp']['speedup']:.2f}" if "zeropp" in found else "-"
         rows.append((text, _link(coded["link"]), *(f"{row['step_ms']:.0f}" for row in (plain, coded)), speedup, other))
     heads = ("your job", "network", "plain, ms a step", "ds_zipccl, ms", "speed-up", "ZeRO++ instead (lossy)")
-    return f"{table(heads, [*rows[:-1], more, rows[-1]])}"
+    return table(heads, [*rows[:-1], more, rows[-1]])

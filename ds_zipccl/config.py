@@ -214,6 +214,11 @@ class ZipcclConfig:
             return self.lossy_roles[role].mode or self.mode
         return {str(name): str(mode) for name, mode in self.roles.items()}.get(role, self.mode)
 
+    @property
+    def always_codes(self) -> bool:
+        """Return whether some role is coded whatever the times are."""
+        return any(self.mode_of(role) == "always" for role in ROLES)
+
     def lossy_of(self, role: str, direction: str = "") -> LossyCodec | None:
         """Return the lossy codec for traffic of a role, None where that traffic is exact.
 

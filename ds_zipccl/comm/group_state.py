@@ -201,6 +201,14 @@ def find_nodes() -> None:
     state.places = topology.find(resolve_group(None))
 
 
+def nodes_of_job() -> Sequence[Sequence[int]]:
+    """Return the ranks of each node of the default group, which are found now if they are unknown. A collective as :func:`find_nodes`."""
+    world = resolve_group(None)
+    if not group_nodes(world):
+        find_nodes()
+    return group_nodes(world)
+
+
 def link_profile(state: GroupState, device: str) -> LinkProfile | None:
     """Return the measured profile of the link and of the codec of tensors on ``device``, equal on all ranks; None without a measurement.
     Only CPU tensors are measured yet."""

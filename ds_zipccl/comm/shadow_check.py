@@ -200,5 +200,9 @@ def _show(value: torch.Tensor) -> str:
 
 def hexadecimal(value: torch.Tensor) -> str:
     """Return the bits of a tensor of one element, such as 0x7fc0."""
-    width = 2 * value.element_size()
-    return f"0x{int(bits(value.reshape(1))[0]) & (1 << 4 * width) - 1:0{width}x}"
+    return word_text(int(bits(value.reshape(1))[0]), value.element_size())
+
+
+def word_text(word: int, nbytes: int) -> str:
+    """Return a word of so many bytes, given with or without a sign, such as 0x7fc0."""
+    return f"0x{word & (1 << 8 * nbytes) - 1:0{2 * nbytes}x}"

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from ds_zipccl import comm, devices, tensors
 from ds_zipccl.comm import engine, topology
-from ds_zipccl.comm.group_state import find_nodes, group_nodes, group_state, resolve_group
+from ds_zipccl.comm.group_state import group_state, nodes_of_job, resolve_group
 from ds_zipccl.comm.shadow_check import bits, hexadecimal
 from ds_zipccl.config import ZipcclConfig
 from ds_zipccl.telemetry import counters
@@ -42,9 +42,7 @@ def try_out(config: ZipcclConfig, device: torch.device) -> Outcome:
     Args:
         device: whose tensors go in stream order in the default group.
     """
-    world = resolve_group(None)
-    if not group_nodes(world):
-        find_nodes()
+    nodes_of_job()
     begin, clone, counted = time.monotonic(), dist.new_group(), counters.rows()
     state, said = group_state(clone), ""
     assert state is not None  # of all ranks
@@ -60,7 +58,7 @@ def try_out(config: ZipcclConfig, device: torch.device) -> Outcome:
                 said = said or _wrong(name, got, wanted)  # and go on, as the other ranks do
     except Exception as error:  # any: this rank must tell the other ranks
         said = said or str(error) or repr(error)
-    outcome = Outcome({rank: text for rank, text in topology.tell(world, said).items() if text})
+    outcome = Outcome({rank: text for rank, text in topology.tell(resolve_group(None), said).items() if text})
     outcome.seconds = time.monotonic() - begin
     if not counted:  # the tables are those of the job
         counters.reset()

@@ -99,7 +99,7 @@ def _passes(device: str, config: ZipcclConfig, settled: Settled | None, backend:
         return ""
     if config.nccl == "off":
         return ', as "nccl" is "off"'
-    if any(config.mode_of(role) == "always" for role in ROLES):
+    if config.always_codes:
         return ""
     if group.nodes == 1:
         return " inside one node, without a network"
@@ -156,7 +156,7 @@ def schedules(config: ZipcclConfig, settled: Settled, nodes: Sequence[Sequence[i
     Args:
         nodes: the ranks of each node.
     """
-    always = any(config.mode_of(role) == "always" for role in ROLES)
+    always = config.always_codes
     said = [f"{name} {how}" for op, (name, how) in _MOVES.items() if OPS[op].on_device]
     if settled.reason is not None and not always:
         said = []  # the text of ``settled`` has the reason

@@ -13,7 +13,7 @@ import torch
 from ds_zipccl import comm, devices, kernels
 from ds_zipccl.comm import engine as comm_engine
 from ds_zipccl.comm import topology
-from ds_zipccl.comm.group_state import find_nodes, group_nodes, group_state, resolve_group
+from ds_zipccl.comm.group_state import find_nodes, group_nodes, group_state, nodes_of_job, resolve_group
 from ds_zipccl.comm.transport import TRANSPORTS
 from ds_zipccl.config import ROLES, ZipcclConfig
 from ds_zipccl.integration import canary, hook_points, start_line
@@ -56,7 +56,7 @@ def begin(job: Job, config: ZipcclConfig, device: torch.device, unhooked: Mappin
 def _settle(job: Job, config: ZipcclConfig, device: torch.device) -> comm_engine.Settled | None:
     """Settle sums and moves of groups in stream order. Where these may all pass, the job has a way past the engines."""
     settled = comm_engine.settle(config, device)
-    if settled is not None and not any(config.mode_of(role) == "always" for role in ROLES):
+    if settled is not None and not config.always_codes:
         job.bypass = Bypass(job.role_of, settled.device)
     return settled
 
@@ -83,9 +83,8 @@ def with_all_kernels(config: ZipcclConfig, device: torch.device) -> ZipcclConfig
     """
     state = group_state(None)
     streams = state is not None and state.size > 1 and state.streams(device.type)
-    if config.nccl == "auto" and streams and not any(config.mode_of(role) == "always" for role in ROLES):
-        find_nodes()
-        streams = len(group_nodes(resolve_group(None))) > 1  # inside one node nothing is coded, nor tried
+    if config.nccl == "auto" and streams and not config.always_codes:
+        streams = len(nodes_of_job()) > 1  # inside one node nothing is coded, nor tried
     host = kernels.preferred(config.route, "cpu")
     features: tuple[tuple[str, bool, Callable[[], object], str], ...] = (
         (

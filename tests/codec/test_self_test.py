@@ -213,6 +213,11 @@ def test_a_stamp_makes_the_next_test_short(stamps: Callable[[], list[Path]], mon
         self_test.proven(lambda: good, "native", binary)
         return self_test.PROOFS["cpu", "native"]
 
+    proof(b"forgotten")
+    assert stamps()
+    self_test.forget_stamps()
+    assert not stamps()
+
     first, second = proof(), proof()
     assert not first.stamped and second.stamped and second.cases < first.cases / 3
     assert len(stamps()) == 1 and json.loads(stamps()[0].read_text())["torch"] == torch.__version__

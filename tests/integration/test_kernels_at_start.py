@@ -190,9 +190,8 @@ def test_one_rank_without_kernels_switches_nccl_off_everywhere(
     assert start_up.with_all_kernels(on, backend._device()) == on
     assert capsys.readouterr().out == "[ds_zipccl] canary: gather, exchanges and sums right in 0.00 s\n"
     inside, apart = [[0, 1, 2]], [[0], [1], [2]]
-    monkeypatch.setattr(start_up, "find_nodes", lambda: None)
     for mode, nodes, tried in (("auto", inside, ""), ("auto", apart, "canary"), ("always", inside, "canary")):
-        monkeypatch.setattr(start_up, "group_nodes", lambda group, nodes=nodes: nodes)
+        monkeypatch.setattr(start_up, "nodes_of_job", lambda nodes=nodes: nodes)
         told = itertools.cycle([{}, others])
         assert start_up.with_all_kernels(replace(on, nccl="auto", mode=mode), backend._device()).nccl == "auto"  # type: ignore[arg-type]
         assert (tried in (said := capsys.readouterr().out)) and bool(said) == bool(tried), (mode, nodes)

@@ -24,10 +24,10 @@ from ds_zipccl.comm.device.context import DeviceContext
 from ds_zipccl.comm.device.reserve import reserve
 from ds_zipccl.comm.group_state import (
     device_profile,
-    find_nodes,
     group_nodes,
     group_profile,
     group_state,
+    nodes_of_job,
     resolve_group,
 )
 from ds_zipccl.comm.request import Request
@@ -96,9 +96,7 @@ def settle(config: ZipcclConfig, device: torch.device) -> Settled | None:
             f'"zipccl.reduction" is "match" with "nccl" on and {state.size} ranks: on NCCL no order of sums is promised by NCCL itself, so '
             'that no schedule can have its bits; match is for gloo, and for two ranks; write "auto" or "fp32"'
         )
-    if not group_nodes(group):
-        find_nodes()
-    topology, profile = Topology.of(group_nodes(group)), None
+    topology, profile = Topology.of(nodes_of_job()), None
     if topology.nodes > 1 and "auto" in modes:
         profile = calibration.measure(group, config, device)
         state.device_profiles[device.type, state.backend(device.type)] = profile

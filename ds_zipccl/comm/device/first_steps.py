@@ -23,11 +23,11 @@ from ds_zipccl.comm.device.context import DeviceContext
 from ds_zipccl.comm.device.exchange import exchange_even, exchange_uneven
 from ds_zipccl.comm.device.gather import Shard
 from ds_zipccl.comm.device.reports import Reports
-from ds_zipccl.comm.device.sizes import Refused, agree, to_device
+from ds_zipccl.comm.device.sizes import Refused, largest
 from ds_zipccl.comm.device.streams import Stage
 from ds_zipccl.comm.group_state import resolve_group
 from ds_zipccl.comm.request import Request, logical_order
-from ds_zipccl.comm.shadow_check import bits
+from ds_zipccl.comm.shadow_check import bits, word_text
 from ds_zipccl.comm.topology import tell
 from ds_zipccl.comm.work import CommError
 from ds_zipccl.config import ZipcclConfig
@@ -163,9 +163,7 @@ class FirstSteps:
     def _on_any_rank(self, found: bool) -> bool:
         ctx = DeviceContext("first steps", resolve_group(None), self._config, "dp", self._config.codec, self._device)
         with torch.inference_mode():
-            with ctx.streams.on(Stage.ENCODE):
-                word = to_device(ctx.streams, [found])
-            return bool(agree(ctx, [word])[0])
+            return bool(largest(ctx, int(found)))
 
     def _said(self, role: str) -> str:
         """Return the first mistake in the frames of a role, "" where there is none. Waits for the device."""
@@ -175,8 +173,7 @@ class FirstSteps:
         for kind, found in self._found.items():
             count, place, got, want = found.tolist() if kind[1] == role else (0, 0, 0, 0)
             if count:
-                mask, width = (1 << 8 * kind[2].itemsize) - 1, 2 * kind[2].itemsize
-                words = f"got 0x{got & mask:0{width}x}, wanted 0x{want & mask:0{width}x}"
+                words = "got {}, wanted {}".format(*(word_text(word, kind[2].itemsize) for word in (got, want)))
                 return f"{kind[0]} of {str(kind[2]).removeprefix('torch.')}: {count} words wrong, first at {place}: {words}"
         return ""
 

@@ -10,8 +10,7 @@ import torch
 
 from ds_zipccl import devices, tensors
 from ds_zipccl.comm.device.context import DeviceContext
-from ds_zipccl.comm.device.sizes import agree, to_device
-from ds_zipccl.comm.device.streams import Stage
+from ds_zipccl.comm.device.sizes import largest
 from ds_zipccl.comm.group_state import group_state, resolve_group
 from ds_zipccl.config import ZipcclConfig
 from ds_zipccl.policy import wire
@@ -32,20 +31,14 @@ def reserve(config: ZipcclConfig, device: torch.device) -> None:
     assert world is not None  # every rank is in the default group
     ctx = DeviceContext("staging", resolve_group(None), config, "dp", config.codec, device)
     free, memory = runtime.mem_get_info(device)
-    least = -_largest(ctx, -wire.device_staging(memory, free))
+    least = -largest(ctx, -wire.device_staging(memory, free))
     failed = False
     try:
         ctx.streams.reserve(least)
     except RuntimeError:  # torch.OutOfMemoryError is one
         failed = True
-    if _largest(ctx, int(failed)):
+    if largest(ctx, int(failed)):
         ctx.streams.reserve(0)
         world.unreserved = True
     else:
         world.device_staging[device.type] = least
-
-
-def _largest(ctx: DeviceContext, number: int) -> int:
-    with ctx.streams.on(Stage.ENCODE):
-        words = to_device(ctx.streams, [number])
-    return agree(ctx, [words])[0]

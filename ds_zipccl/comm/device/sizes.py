@@ -50,6 +50,13 @@ def agree(ctx: DeviceContext, words: Sequence[torch.Tensor]) -> list[int]:
     return agreed
 
 
+def largest(ctx: DeviceContext, number: int) -> int:
+    """Return the largest number of all ranks; see :func:`agree`, with whose inference mode the caller calls."""
+    with ctx.streams.on(Stage.ENCODE):
+        words = to_device(ctx.streams, [number])
+    return agree(ctx, [words])[0]
+
+
 def exchange_words(
     ctx: DeviceContext, found: torch.Tensor, numbers: Sequence[Sequence[int]]
 ) -> tuple[list[list[int]], list[list[int]]]:

@@ -51,6 +51,7 @@ class Proof(NamedTuple):
 PATIENCE = 60.0
 #: Statuses of a test in a process of its own: a byte is wrong, and it could not use the device.
 WRONG, UNREACHED = 10, 11
+_STAMP = "zipccl_proven_{}.json"
 _SAID_BY_CPUS = ("model name", "flags", "Features")
 #: The CPU backend that was proven last: asked for the right bytes where those of another backend are wrong.
 _witnesses: list[Any] = []
@@ -118,7 +119,7 @@ def proven(
 def forget_stamps() -> None:
     """Let the next start of a job try all cases again."""
     with contextlib.suppress(OSError, build.BuildError):
-        for stamp in build.cache_root().glob("zipccl_proven_*.json"):
+        for stamp in build.cache_root().glob(_STAMP.format("*")):
             stamp.unlink(missing_ok=True)
 
 
@@ -141,7 +142,7 @@ def _once(facts: Mapping[str, str], make: Callable[[Path | None], None]) -> None
             raise
 
     try:
-        path = build.cache_root() / f"zipccl_proven_{digest}.json"
+        path = build.cache_root() / _STAMP.format(digest)
         failed = path.with_suffix(".failed")
         build.publish(path, guarded, "self-test tries")
     except build.BuildError:
