@@ -117,7 +117,7 @@ def _operations(args: argparse.Namespace, backend: Backend) -> list[str]:
     Raises:
         ToolError: the backend cannot be used here, or the options ask for something that it does not have.
     """
-    backend.check(args.link)
+    backend.check()
     coded = [op for op in TRAFFIC if backend.codes(op)]
     if "all" in args.op:
         args.op = coded

@@ -7,14 +7,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ds_zipccl.benchmarks.links.link import LinkSpec
+from ds_zipccl.benchmarks.links.namespaces import INTERFACE, Network
 from ds_zipccl.cli import ToolError
 from ds_zipccl.ops import OPS
 
-#: Variables of ranks that share a GPU. NCCL refuses two ranks of one node on one GPU; with ``NCCL_HOSTID`` each rank is a node of its own,
-#: without the links that nodes do not have between them. Few blocks, because the ranks take turns on the GPU.
+#: Variables of ranks that share a GPU, or that a shaped network joins. NCCL refuses two ranks of one node on one GPU; with ``NCCL_HOSTID``
+#: each rank is a node of its own, without the links that nodes do not have between them. Few blocks, because ranks take turns on the GPU.
+SOCKETS = "NCCL_SOCKET_IFNAME"
 SHARED_GPU = {
-    "NCCL_NET": "Socket", "NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1", "NCCL_MNNVL_ENABLE": "0",
+    "NCCL_NET": "Socket", SOCKETS: "lo", "NCCL_IB_DISABLE": "1", "NCCL_MNNVL_ENABLE": "0",
     "NCCL_NVLS_ENABLE": "0", "NCCL_MAX_CTAS": "2",
 }  # fmt: skip
 HOST_ID = "NCCL_HOSTID"
@@ -44,9 +45,11 @@ class Backend:
         """Number of a rank's device."""
         return rank % max(1, self.devices) if self.streams else rank
 
-    def environment(self, ranks: int, rank: int) -> dict[str, str]:
-        """Variables of a rank: what ranks that share a GPU need, {} where every rank has its own."""
-        return {**SHARED_GPU, HOST_ID: f"rank{rank}"} if 0 < self.devices < ranks else {}
+    def environment(self, ranks: int, rank: int, network: Network | None = None) -> dict[str, str]:
+        """Variables of a rank: what ranks that share a GPU or meet over ``network`` need, {} where every rank has its own GPU."""
+        if not self.devices or (network is None and ranks <= self.devices):
+            return {}
+        return {**SHARED_GPU, HOST_ID: f"rank{rank}"} | ({SOCKETS: INTERFACE} if network else {})
 
     def codes(self, kind: str) -> bool:
         """Whether some operation of a kind of :data:`ds_zipccl.ops.TRAFFIC` has a schedule of ours here."""
@@ -77,14 +80,12 @@ class Backend:
             found.append(f"# more ranks than GPUs: ranks share them, over sockets, with {words}")
         return found
 
-    def check(self, links: Sequence[LinkSpec | None]) -> None:
+    def check(self) -> None:
         """Check that the backend can be used here.
 
         Raises:
-            ToolError: there is no GPU for it, or the network cannot be shaped for it; says what to do.
+            ToolError: there is no GPU for it; says what to do.
         """
-        if self.streams and any(links):
-            raise ToolError("--link shapes the network of gloo alone; leave --link out with --backend nccl")
         if self.device == "cuda" and not self.devices:
             raise ToolError(
                 "--backend nccl needs a GPU, torch sees none here; run on a machine with a GPU and torch for CUDA, look at "

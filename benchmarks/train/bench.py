@@ -138,7 +138,7 @@ def main(args: argparse.Namespace) -> int:
         )
     link.check(args.link, args.ranks, args.nodes)
     backend = BACKENDS[args.backend]
-    backend.check(args.link)
+    backend.check()
     # Before hours of measuring.
     sections = [_section(variant, args.set, backend) for variant in args.variants]
     own = {variant for variant in args.variants if variant != ZEROPP and find(variant).changes}

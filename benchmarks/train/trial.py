@@ -20,6 +20,7 @@ from ds_zipccl.benchmarks.links import link, namespaces
 from ds_zipccl.benchmarks.links.backends import BACKENDS, Backend
 from ds_zipccl.benchmarks.links.namespaces import Network
 from ds_zipccl.cli import ToolError, step_logs
+from ds_zipccl.cli.tables import complain
 
 PACKAGE = Path(ds_zipccl.__file__).resolve().parent
 #: Places of examples/ in an installed wheel and in a checkout.
@@ -161,10 +162,13 @@ def run(training: Training, variant: str, section: dict[str, Any] | None, networ
                         os.killpg(process.pid, signal.SIGTERM)  # torchrun is in this group and ends its ranks
                 for process in processes:
                     process.wait()
+        said = output.read_text(errors="replace")
+        for line in said.splitlines():
+            if line.startswith("[ds_zipccl]"):  # what is coded in this run, and why
+                complain(f"# {line}")
         if status != 0:
-            tail = output.read_text(errors="replace")[-4000:]
             ended = f"timeout after {training.timeout:.0f} s" if status is None else status
-            raise ToolError(f"{variant} run ended with status {ended}; errors are above, the output ends with:\n{tail}")
+            raise ToolError(f"{variant} run ended with status {ended}; errors are above, the output ends with:\n{said[-4000:]}")
         found: Results = json.loads(results.read_text())
         return found | {"steps": step_logs.read(str(log)) if log.exists() else None}
 
@@ -179,17 +183,17 @@ def _commands(
     if network is None and not backend.streams:
         yield [*command, "--ranks", str(training.ranks)], {}
         return
-    if network is None:
+    if backend.streams:
         command += ["--backend", backend.name]
     meeting = namespaces.meeting(network)
     per_node = training.ranks if network is None else network.ranks_per_node
     for rank in range(training.ranks):
         environment: dict[str, Any] = meeting | {
             "RANK": rank,
-            "LOCAL_RANK": backend.local_rank(rank % per_node),
+            "LOCAL_RANK": backend.local_rank(rank if backend.streams else rank % per_node),
             "WORLD_SIZE": training.ranks,
             "LOCAL_WORLD_SIZE": per_node,
             "TORCHDYNAMO_DISABLE": 1,  # as the script does for ranks that it starts: nothing is compiled
-            **backend.environment(training.ranks, rank),
+            **backend.environment(training.ranks, rank, network),
         }
         yield command, {key: str(value) for key, value in environment.items()}

@@ -37,7 +37,7 @@ from wheels import SITE, WHEELS
 
 HERE = Path(__file__).resolve().parent
 #: Seconds for all steps; the starts of the interpreters are among them.
-TOTAL_SECONDS = 588
+TOTAL_SECONDS = 590
 #: The first part: its steps and their seconds, and seconds for all of them.
 FIRST = {"machine": 20, "build": 100, "driver": 15, "tests": 70, "nccl_probe": 45, "bench": 45}
 FIRST_SECONDS = 298
@@ -78,6 +78,8 @@ DRY_SELECTED = "emulated and (golden_frame or frames_in_slots)"
 PROCESSES = 6
 #: Last lines of a step that did not pass, at the end of the output, and characters of each: all steps together are 9,600 characters.
 LINES, LINE = 6, 160
+#: The training of the step "auto": a model of 54M parameters and 10 Gbit/s; timed from step 26 on, when the choice by whole steps is made.
+AUTO = tuple("zero3 --size medium --steps 40 --skip 25 --link 10gbit".split())
 #: Message sizes of the benchmark, and of the first part.
 MIB, FIRST_MIB = (1, 4, 16, 64, 256, 1024), (16, 256)
 #: Milliseconds of the smallest collective above which ranks that share the GPU take turns on it: benchmarks repeat less.
@@ -140,6 +142,11 @@ def deepspeed_works(results: Results) -> str:
     return probed(results) or lacks(results, "deepspeed") or fails
 
 
+def joined_nodes(results: Results) -> str:
+    """Ranks that train over a network between nodes."""
+    return deepspeed_works(results) or lacks(results, "namespaces")
+
+
 def quicker(usual: Sequence[str], few: Sequence[str]) -> Callable[[Results], tuple[str, ...]]:
     """Words of a benchmark of ranks that share the GPU, from the time of the smallest collective that the probe found."""
     return lambda results: tuple(few if results["nccl_probe"].figures.get("tiny_ms", 0.0) > TURNS_MS else usual)
@@ -176,29 +183,38 @@ def steps(out: Path, dry: bool = False, first: bool = False) -> list[Step]:
     bench = (*program, *"bench codec --device cuda --codec cascade wide round:3 --dtype bf16 --mib".split())
     bench += (*map(str, FIRST_MIB if first else MIB), "--floors", "--peers")
     shared = (python, str(HERE / "as_probed.py"), *program[1:], "bench")
-    comm_json, train_json = out / "comm_nccl.json", out / "train_nccl.json"
+    comm_json, train_json, auto_json = out / "comm_nccl.json", out / "train_nccl.json", out / "train_nccl_auto.json"
     comm = (*shared, "comm", "--backend", "nccl", "--ranks", "2", *([] if dry else ["4"]))
     comm += ("--json", str(comm_json))
     few_calls = ("--repeats", "1", "--iterations", "2", "--numel", "4K" if dry else "1M")
     calls = few_calls if dry else ("--repeats", "3", "--iterations", "5", "--numel", "1M", "4M")
     train = (*shared, "train", "--backend", "nccl", "--size", "tiny", "--json", str(train_json), "--workload")
-    dry_train = ("zero3", "--steps", "2", "--skip", "1", "--script", str(HERE / "dry_train.py"))
-    train += dry_train if dry else ("zero2", "zero3")
+    dry_train = ("zero3", "--script", str(HERE / "dry_train.py"))
+    train += (*dry_train, "--steps", "2", "--skip", "1") if dry else ("zero2", "zero3")
+    # As users have it: two nodes, Ethernet between them, and the section's default for NCCL.
+    auto = (
+        *shared,
+        *"train --backend nccl --variants plain auto --set nccl=auto --json".split(),
+        str(auto_json),
+        "--workload",
+    )
+    auto += (*dry_train, *"--size tiny --steps 8 --skip 5 --link 200mbit".split()) if dry else AUTO
     turns = quicker((), ()) if dry else quicker(("--steps", "20"), ("--steps", "6", "--skip", "2"))
     driver, of_nccl = (python, str(HERE / "driver.py")), "gpu/test_nccl.py"
     planned = [
         Step("machine", (python, str(HERE / "machine.py")), 18),
-        Step("build", (python, str(HERE / "build_all.py"), *(["--first"] if first else [])), 125, machine_is_right),
+        Step("build", (python, str(HERE / "build_all.py"), *(["--first"] if first else [])), 90, machine_is_right),
         Step("driver", (*driver, "run"), 15, driver_built),
-        _pytest("tests", ("-k", selected), tests_of_a_route, 80, 40, *CUDA_TESTS),
+        _pytest("tests", ("-k", selected), tests_of_a_route, 75, 40, *CUDA_TESTS),
         _pytest("nccl_probe", ("-k", "probe"), tests_of_a_route, 30, 75, of_nccl),
         Step("bench", (*bench, "--json", str(results)), 30, some_route, _written(results, *OF_CODEC), usable_routes),
-        _pytest("nccl", ("-k", "share"), probed, 65, 600, of_nccl),
-        Step("train", train, 90, deepspeed_works, _written(train_json, *OF_TRAINING), turns),
-        Step("comm", comm, 45, probed, _written(comm_json, *OF_COMM), quicker(calls, few_calls)),
+        _pytest("nccl", ("-k", "share"), probed, 50, 600, of_nccl),
+        Step("auto", auto, 100, joined_nodes, _written(auto_json, *OF_TRAINING)),
+        Step("train", train, 80, deepspeed_works, _written(train_json, *OF_TRAINING), turns),
+        Step("comm", comm, 32, probed, _written(comm_json, *OF_COMM), quicker(calls, few_calls)),
         _pytest("nccl_one", ("-k", "one_rank"), tests_of_a_route, 15, 40, of_nccl),
-        _pytest("stress", (), tests_of_a_route, 35, 55, "gpu/test_stress.py"),
-        Step("sanitizers", (*driver, "sanitize"), 40, sanitizers_are_here),
+        _pytest("stress", (), tests_of_a_route, 30, 55, "gpu/test_stress.py"),
+        Step("sanitizers", (*driver, "sanitize"), 25, sanitizers_are_here),
     ]
     return [replace(step, seconds=FIRST[step.name]) for step in planned if step.name in FIRST] if first else planned
 
@@ -327,7 +343,7 @@ def main(words: Sequence[str] | None = None) -> int:
         names = [step.name for step in planned]
         if unknown := sorted(set(args.only) - set(names)):
             parser.error(f"no step {', '.join(unknown)}; the steps are {', '.join(names)}")
-        on_nccl = {"nccl", "comm", "train"} & set(args.only)
+        on_nccl = {"nccl", "comm", "auto", "train"} & set(args.only)
         wanted = {*args.only, "machine", "build", *(["nccl_probe"] if on_nccl else [])}
         planned = [step for step in planned if step.name in wanted]
     if args.list:

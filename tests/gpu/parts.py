@@ -47,6 +47,16 @@ def _driver() -> Any:
     return driver.carried("driver") if Part("", _nvcc, "").why() else _nvcc()
 
 
+def _network() -> bool:
+    """Make a shaped network of two nodes, and take it away."""
+    from ds_zipccl.benchmarks.links import link, namespaces
+
+    spec = link.parse("1gbit")
+    assert spec is not None
+    with namespaces.shaped(spec, 2):
+        return True
+
+
 #: Without these nothing runs, and nothing else can be looked for.
 VITAL = (
     Part("torch", _module("torch"), "nothing runs"),
@@ -65,6 +75,7 @@ PARTS = (
     Part("compute-sanitizer", _call("driver", "sanitizer_path"), "sanitizers are not run"),
     Part("deepspeed", _module("deepspeed"), "train is not run: make gpu-wheels fetches the wheels"),
     Part(mps.CONTROL, mps.control, "ranks take turns on the GPU, so that nccl, comm and train have fewer sizes and may be late"),
+    Part("namespaces", _network, "auto is not run: it wants root, pyroute2, and a kernel that shapes networks between namespaces"),
     Part("nvidia-nvcomp", lambda: _module("nvidia")() and _module("nvidia.nvcomp")(), "no rows of nvCOMP beside ours"),
 )  # fmt: skip
 

@@ -22,10 +22,10 @@ import figures
 
 ROOT = Path(__file__).resolve().parents[2]
 
-#: All that DeepSpeed imports beside torch and numpy, and what these need in turn.
+#: All that DeepSpeed imports beside torch and numpy, and what these need in turn; pyroute2 for shaped networks.
 NEEDED = (
-    "annotated-types", "einops", "hjson", "msgpack", "ninja", "packaging", "psutil", "py-cpuinfo", "pydantic", "pydantic-core", "tqdm",
-    "typing-extensions", "typing-inspection",
+    "annotated-types", "einops", "hjson", "msgpack", "ninja", "packaging", "psutil", "py-cpuinfo", "pydantic", "pydantic-core", "pyroute2",
+    "tqdm", "typing-extensions", "typing-inspection",
 )  # fmt: skip
 #: What the tests import, and what these need in turn; unpacked only where the machine has no such package, whose plugins fit it.
 TESTS = ("hypothesis", "iniconfig", "pluggy", "pygments", "pytest", "pytest-timeout", "sortedcontainers", "xxhash")
@@ -41,7 +41,7 @@ ds_zipccl.install()
 print("deepspeed", deepspeed.__version__, deepspeed.__file__)
 """
 #: The folder travels with the repository, and both together may be 64 MiB.
-MOST_BYTES = 48 << 20
+MOST_BYTES = 50 << 20
 #: Variable with the folder of wheels; folder in the scratch folder into which they go, which is in PYTHONPATH.
 WHEELS, SITE = "ZIPCCL_WHEELS", "site"
 
