@@ -259,7 +259,7 @@ WARMUP_STEPS = 10
 #: Windows of a trial for each schedule; steps of a window that do not count, because the step before had another schedule; steps that do
 #: (seed).
 TRIAL_WINDOWS, SETTLE_STEPS, WINDOW_STEPS = 6, 1, 4
-#: Windows of a probe for each schedule (seed).
+#: Windows of a probe for each schedule (seed). A trial begins with a probe.
 PROBE_WINDOWS = 2
 #: Steps between a trial and the agreement on its times (admission: the device has finished the trial, so that no rank waits).
 DELAY_STEPS = 2
@@ -268,8 +268,9 @@ PROBE_SHARE = 0.01
 #: The other schedule must take less than this share of the current schedule's time (seed).
 STEP_HYSTERESIS = 0.98
 #: The other schedule must be ahead in ranks by so many standard deviations, in a probe and in the trial that follows it (seed: noise alone
-#: passes a trial once in 4,000, and both tests once in 60,000 probes, whatever its distribution).
-AHEAD_IN_PROBE, AHEAD_IN_TRIAL = 1.5, 3.5
+#: passes a trial once in 4,000, and both tests once in 60,000 probes, whatever its distribution). No trial follows a probe in which one
+#: schedule is so far ahead and :data:`CLEARLY_SLOWER` times as fast (seed: over a slow link a window of plain steps costs a coded minute).
+AHEAD_IN_PROBE, AHEAD_IN_TRIAL, AHEAD_CLEARLY = 1.5, 3.5, 3.0
 
 
 class Comparison(NamedTuple):
@@ -284,6 +285,12 @@ class Comparison(NamedTuple):
         """Return whether the schedule ``rival`` is faster than the other one, and ``ahead`` by so many standard deviations."""
         lead = self.ahead if rival == CODED else -self.ahead
         return choose(1 - rival, (self.plain, self.coded), STEP_HYSTERESIS) == rival and lead >= ahead
+
+    @property
+    def clear(self) -> bool:
+        """Whether one schedule is so much faster that a probe alone shows it."""
+        slow, fast = max(self.plain, self.coded), min(self.plain, self.coded)
+        return abs(self.ahead) >= AHEAD_CLEARLY and slow > CLEARLY_SLOWER * fast
 
     def steps_to_probe(self, chosen: int) -> int:
         """Return the steps until the next probe: its slower steps cost at most :data:`PROBE_SHARE`."""
@@ -310,8 +317,8 @@ class StepTrial(Trial):
 
     def _plan(self) -> Iterator[Turn]:
         """Yield windows of both schedules in turns, the chosen one first, and some steps up to the agreement; then wait for the next probe.
-        A probe that finds the other schedule better is followed by a trial."""
-        pause, windows, ahead = WARMUP_STEPS - 1, TRIAL_WINDOWS, AHEAD_IN_TRIAL
+        The first probe, and one that finds the other schedule better, are followed by a trial unless they are clear."""
+        pause, windows, ahead, first = WARMUP_STEPS - 1, PROBE_WINDOWS, AHEAD_IN_PROBE, True
         while True:
             yield from [Turn(self.chosen)] * pause
             rival = 1 - self.chosen
@@ -321,9 +328,10 @@ class StepTrial(Trial):
             times = yield from self._time(steps + [Turn(self.chosen)] * DELAY_STEPS)
             self.last = compare(times[PLAIN], times[CODED])
             better = self.last.favors(rival, ahead)
-            if better and windows == PROBE_WINDOWS:
+            if (better or first) and windows == PROBE_WINDOWS and not self.last.clear:
                 pause, windows, ahead = 0, TRIAL_WINDOWS, AHEAD_IN_TRIAL
                 continue
+            first = False
             self.chosen = rival if better else self.chosen
             pause, windows, ahead = self.last.steps_to_probe(self.chosen), PROBE_WINDOWS, AHEAD_IN_PROBE
 
