@@ -10,8 +10,9 @@ import io
 import json
 import os
 import shlex
+import statistics
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
@@ -254,8 +255,10 @@ def gpu(page: Path) -> str:
         table(("step", "outcome", "seconds", "reason"), rows),
     ]
     told = {row["step"]: row.get("figures", {}) for row in content["rows"]}
-    own = [name for name in ("comm_nccl", "train_nccl") if (ROOT / "docs" / "results" / f"{name}.json").exists()]
+    runs = ("comm_nccl", "train_nccl", "train_nccl_auto")
+    own = [name for name in runs if (ROOT / "docs" / "results" / f"{name}.json").exists()]
     parts += _on_nccl(told.get("comm", {}), told.get("train", {}))
+    parts += [_over_ethernet(results(name)) for name in own if name == "train_nccl_auto"]
     return "\n\n".join([*parts, *(f"All of `docs/results/{name}.json`. {provenance(results(name))}" for name in own)])
 
 
@@ -295,6 +298,64 @@ def _on_nccl(comm: dict[str, Any], train: dict[str, Any]) -> Iterator[str]:
         heads = (*keys, "step ms", "logical bytes", "wire bytes", "host waits a step", "parameters")
         problems = [problem for verdict in train["verdicts"] for problem in verdict["problems"]]
         yield f"Trainings over NCCL; bits: {'; '.join(problems) or 'equal'}.\n\n" + table(heads, rows)
+
+
+def _coded_steps(verdict: dict[str, Any]) -> list[int]:
+    """Numbers, from the second step on, of the steps of mode auto in which something was coded."""
+    sent, plain = (verdict["volume"]["auto"][key] for key in ("sent_m", "plain_m"))
+    return [number for number, words in enumerate(plain) if sent[number] < 0.999 * words]
+
+
+def _both_ms(verdict: dict[str, Any]) -> tuple[float, float] | None:
+    """Medians of the plain run and of the coded steps of mode auto; None where the times of steps were not kept."""
+    times = verdict["step_ms"]
+    if len(times) < 2:
+        return None
+    return statistics.median(times["plain"][4:]), statistics.median(
+        times["auto"][1 + at] for at in _coded_steps(verdict)
+    )
+
+
+def job_on_nccl() -> Sequence[str]:
+    """A row of the README's table of jobs."""
+    verdicts = results("train_nccl_auto")["verdicts"]
+    times = next(_both_ms(one) for one in verdicts if (one["workload"], one["link"]) == ("lora", "1gbit"))
+    assert times is not None
+    plain, coded = times
+    return (
+        "LoRA, ZeRO-3, NCCL, one H200 as two nodes",
+        "1 Gbit/s",
+        f"{plain:.0f}",
+        f"{coded:.0f}",
+        f"**{plain / coded:.2f}**",
+        "-",
+    )
+
+
+def _over_ethernet(content: dict[str, Any]) -> str:
+    """Trainings with the defaults over a shaped link between two nodes."""
+    rows = []
+    for verdict in content["verdicts"]:
+        volume, both = verdict["volume"]["auto"], _both_ms(verdict)
+        fewer = statistics.median(volume["plain_m"][at] / volume["sent_m"][at] for at in _coded_steps(verdict))
+        times = ("not kept", "not kept") if both is None else [f"{ms:.0f}" for ms in both]
+        parameters = f"{verdict['parameters'] / 1e6:.0f}M"
+        rows.append(
+            (
+                verdict["workload"],
+                parameters,
+                verdict["link"],
+                *times,
+                f"{fewer:.2f}",
+                "; ".join(verdict["problems"]) or "equal",
+            )
+        )
+    heads = ("workload", "parameters", "link", "plain step ms", "coded step ms", "fewer bytes in a coded step", "bits")
+    return (
+        'Trainings with the defaults on NCCL (`"nccl": "auto"`) on two nodes: network namespaces with a shaped link between them. '
+        "Their ranks share the GPU, and NCCL talks over sockets. After four plain steps gathers are coded, or plain in turns of the trial "
+        "by whole steps: the second time is the median of the coded steps.\n\n" + table(heads, rows)
+    )
 
 
 def cuda_static(page: Path) -> str:

@@ -250,8 +250,8 @@ _JOBS: tuple[tuple[str, str, dict[str, Any]], ...] = (
 )
 
 
-def jobs(more: Sequence[str]) -> str:
-    """The README's table of jobs. ``more``: a row of another source."""
+def jobs(more: Sequence[Sequence[str]]) -> str:
+    """The README's table of jobs. ``more``: rows of other sources."""
     rows: list[Sequence[Any]] = []
     for text, name, wanted in _JOBS:
         found = _variants(name, **wanted)
@@ -260,4 +260,4 @@ def jobs(more: Sequence[str]) -> str:
         other = f"{found['zeropp']['speedup']:.2f}" if "zeropp" in found else "-"
         rows.append((text, _link(coded["link"]), *(f"{row['step_ms']:.0f}" for row in (plain, coded)), speedup, other))
     heads = ("your job", "network", "plain, ms a step", "ds_zipccl, ms", "speed-up", "ZeRO++ instead (lossy)")
-    return table(heads, [*rows[:-1], more, rows[-1]])
+    return table(heads, [*rows[:-1], *more, rows[-1]])

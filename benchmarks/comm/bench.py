@@ -19,7 +19,8 @@ Columns (also the keys of the rows in ``--json``):
   #wrong. In sums one NaN is as good as another: the payload of a NaN is not defined there.
 
 ``--backend nccl`` takes CUDA tensors and NCCL groups. A rank has the GPU of its number; where there are more ranks than GPUs, ranks share
-them, over sockets, with variables of NCCL that the output names: right results, and times that say nothing about a network. ``--op all`` is
+them, over sockets, with variables of NCCL that the output names: right results, and times that say nothing about a network. With ``--link``
+all ranks talk over sockets and the shaped network, also where GPUs could reach each other. ``--op all`` is
 the operations that have a schedule of ours there, and ``auto`` is not a variant. The differences in the columns:
 
 * ``time_us``: a measurement is the mean of ``--iterations`` calls in stream order, by events of the device. The host does not wait between
@@ -77,7 +78,7 @@ def main(args: argparse.Namespace) -> int:
     check(args)
     backend = BACKENDS[args.backend]
     names = _operations(args, backend)
-    for line in backend.lines(args.ranks):
+    for line in backend.lines(args.ranks, any(args.link)):
         tables.say(line)
     iterations = args.iterations if backend.streams else 1
     table, rows = tables.Table(_columns(args, backend)), []
@@ -104,7 +105,7 @@ def main(args: argparse.Namespace) -> int:
                 table.add(row)
     if args.json:
         about = {"data": str(args.data), "repeats": args.repeats, "iterations": iterations}
-        tables.write_json(args.json, rows, args.command, **about, **backend.about(max(args.ranks)))
+        tables.write_json(args.json, rows, args.command, **about, **backend.about(max(args.ranks), any(args.link)))
     wrong = sum(row["wrong"] for row in rows)
     if wrong:
         tables.complain(f"{wrong} elements differ from the results of the plain collectives")

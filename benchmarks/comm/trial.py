@@ -51,7 +51,7 @@ def take_part(
         network: network whose node this process moves to; None for loopback.
         port: of the store at which the processes meet.
     """
-    os.environ.update(backend.environment(ranks, rank, network))  # before any library reads them
+    os.environ.update(backend.environment(ranks, rank, network is not None))  # before any library reads them
     if network:
         namespaces.enter(network.namespace(rank))  # before any thread is started
     threading.Thread(target=_follow_parent, daemon=True).start()

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ds_zipccl.benchmarks.links.namespaces import INTERFACE, Network
+from ds_zipccl.benchmarks.links.namespaces import INTERFACE
 from ds_zipccl.cli import ToolError
 from ds_zipccl.ops import OPS
 
@@ -45,17 +45,17 @@ class Backend:
         """Number of a rank's device."""
         return rank % max(1, self.devices) if self.streams else rank
 
-    def environment(self, ranks: int, rank: int, network: Network | None = None) -> dict[str, str]:
-        """Variables of a rank: what ranks that share a GPU or meet over ``network`` need, {} where every rank has its own GPU."""
-        if not self.devices or (network is None and ranks <= self.devices):
+    def environment(self, ranks: int, rank: int, linked: bool = False) -> dict[str, str]:
+        """Variables of a rank: what ranks that share a GPU need, or meet over a shaped network; {} where every rank has its own GPU."""
+        if not self.devices or (ranks <= self.devices and not linked):
             return {}
-        return {**SHARED_GPU, HOST_ID: f"rank{rank}"} | ({SOCKETS: INTERFACE} if network else {})
+        return {**SHARED_GPU, HOST_ID: f"rank{rank}"} | ({SOCKETS: INTERFACE} if linked else {})
 
     def codes(self, kind: str) -> bool:
         """Whether some operation of a kind of :data:`ds_zipccl.ops.TRAFFIC` has a schedule of ours here."""
         return not self.streams or any(op.on_device for op in OPS.values() if op.traffic == kind)
 
-    def about(self, ranks: int) -> dict[str, Any]:
+    def about(self, ranks: int, linked: bool = False) -> dict[str, Any]:
         """Keys of a results file: backend, and the GPUs with the variables of ranks that share them."""
         if self.device != "cuda":
             return {"backend": self.name}
@@ -64,12 +64,13 @@ class Backend:
         found = torch.cuda.get_device_properties(0)
         device = {"name": found.name, "count": self.devices, "memory_bytes": found.total_memory}
         nccl = ".".join(map(str, torch.cuda.nccl.version()))
-        shared = {**self.environment(ranks, 0), HOST_ID: "rank<RANK>"} if self.environment(ranks, 0) else {}
+        shared = self.environment(ranks, 0, linked)
+        shared |= {HOST_ID: "rank<RANK>"} if shared else {}
         return {"backend": self.name, "device": device, "nccl": nccl, "cuda": torch.version.cuda, "environment": shared}
 
-    def lines(self, ranks: Sequence[int]) -> list[str]:
-        """For the reader of a table: the GPUs, and the variables of ranks that share them."""
-        about = self.about(max(ranks))
+    def lines(self, ranks: Sequence[int], linked: bool = False) -> list[str]:
+        """For the reader of a table: the GPUs, and the variables of ranks that share them or meet over a shaped network."""
+        about = self.about(max(ranks), linked)
         if "device" not in about:
             return []
         found = [
@@ -77,7 +78,7 @@ class Backend:
         ]
         if about["environment"]:
             words = shlex.join(f"{name}={value}" for name, value in about["environment"].items()).replace("'", "")
-            found.append(f"# more ranks than GPUs: ranks share them, over sockets, with {words}")
+            found.append(f"# ranks share GPUs, or are nodes of a shaped network: over sockets, with {words}")
         return found
 
     def check(self) -> None:

@@ -17,10 +17,10 @@ from ds_zipccl.benchmarks import data
 from ds_zipccl.benchmarks.comm import cases, trial
 from ds_zipccl.benchmarks.links import backends, link
 from ds_zipccl.benchmarks.links.backends import BACKENDS, Backend
+from ds_zipccl.benchmarks.links.namespaces import INTERFACE, Network
 from ds_zipccl.benchmarks.train import bench
 from ds_zipccl.benchmarks.train.results import problems, rows
 from ds_zipccl.benchmarks.train.trial import Training, _commands
-from ds_zipccl.cli import ToolError
 from ds_zipccl.ops import TRAFFIC
 
 #: ``python -m ds_zipccl bench`` where CPUs stand for GPUs.
@@ -95,7 +95,7 @@ def test_comm_counts_wrong_elements_of_a_device(monkeypatch: pytest.MonkeyPatch)
     [
         ("comm", "--backend nccl needs a GPU, torch sees none here"),
         ("train", "--backend nccl needs a GPU, torch sees none here"),
-        ("comm --link 1gbit", "leave --link out with --backend nccl"),
+        ("comm --link 1gbit", "--backend nccl needs a GPU, torch sees none here"),
     ],
 )
 def test_what_cannot_be_measured(words: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -122,9 +122,25 @@ def test_ranks_that_share_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len({one["NCCL_HOSTID"] for one in shared}) == 4
     assert {one["NCCL_NET"] for one in shared} == {"Socket"}
     assert [NCCL.local_rank(rank) for rank in range(4)] == [0, 1, 0, 1]
-    NCCL.check([None])
-    with pytest.raises(ToolError, match="leave --link out"):
-        NCCL.check([link.parse("1gbit")])
+    NCCL.check()
+
+
+def test_ranks_of_a_shaped_network_are_nodes_with_sockets(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    names = tuple(f"node{node}" for node in range(2))
+    spec = link.parse("1gbit")
+    assert spec is not None
+    network = Network(spec, 2, names, ("10.93.0.1", "10.93.0.2"), "10.93.0.254")
+    training = Training(SCRIPT, "zero2", ranks=2, steps=3, link=spec, backend=NCCL)
+    environments = [environment for _, environment in _commands(training, network, [])]
+    assert [one["NCCL_HOSTID"] for one in environments] == ["rank0", "rank1"]
+    assert (
+        {one["NCCL_SOCKET_IFNAME"] for one in environments}
+        == {INTERFACE}
+        == {one["GLOO_SOCKET_IFNAME"] for one in environments}
+    )
+    assert [one["LOCAL_RANK"] for one in environments] == ["0", "1"], "GPUs are those of the machine"
+    assert {one["LOCAL_WORLD_SIZE"] for one in environments} == {"1"}
 
 
 # ---- bench train ----------------------------------------------------------------------------------------------------

@@ -56,7 +56,8 @@ of ``raw``, ``coded`` and ``auto`` are then compared with each other, not with t
 
 ``--backend nccl`` trains on GPUs with NCCL groups, coded from 64 KiB a message on. A rank has the GPU of its number; where there are more
 ranks than GPUs, ranks share them, over sockets, with variables of NCCL that the output names: right results, and times that say nothing
-about a network. The column ``host_waits`` has the times that the host of a rank waits for its device in coded calls, per step (mean), and
+about a network, unless ``--link`` shapes one between them. ``--set nccl=auto`` gives our runs the default of jobs. The column
+``host_waits`` has the times that the host of a rank waits for its device in coded calls, per step (mean), and
 ``comm_ms`` the host's time in calls, during which the device works. NCCL promises no order of its additions: with more than two ranks our
 runs have ``reduction: fp32``, and their bits are compared with each other, not with the plain run's.
 
@@ -75,7 +76,7 @@ import shlex
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from ds_zipccl.benchmarks.comm.variants import VARIANTS, changes, find
 from ds_zipccl.benchmarks.links import link, namespaces
@@ -92,18 +93,10 @@ STAGE_TIMES = ("epilogue_ms", "reductions_ms")
 NCCL_MIN_BYTES = 65536
 
 
-class _Renamed(argparse.Action):
-    """An option of earlier versions; ``const`` is its new name."""
-
-    def __call__(self, parser: argparse.ArgumentParser, *given: Any, **more: Any) -> NoReturn:
-        parser.error(f"{self.option_strings[0]} is now {self.const}, with the same values")
-
-
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of ``bench train``."""
     option = parser.add_argument
     option("--workload", nargs="+", choices=WORKLOADS, default=["zero3"], help="trainings to run (default: zero3)")
-    option("--mode", nargs="*", action=_Renamed, const="--workload", help=argparse.SUPPRESS)
     which = (
         f"{', '.join((*VARIANTS, ZEROPP))}, or settings such as tp=round:3; plain always runs (default: plain coded)"
     )
@@ -152,7 +145,7 @@ def main(args: argparse.Namespace) -> int:
     scripts = {workload: find_script(args.script, workload) for workload in args.workload}
     if args.plot:
         from ds_zipccl.benchmarks import plots  # before hours of measuring: matplotlib may be missing
-    for line in backend.lines(args.ranks):
+    for line in backend.lines(args.ranks, any(args.link)):
         say(line)
     table, written, judgements = Table(_columns(args, backend)), [], []
     for workload, ranks, spec in itertools.product(args.workload, args.ranks, args.link):
@@ -187,7 +180,7 @@ def main(args: argparse.Namespace) -> int:
             "size": args.size,
             "repeat": args.repeat,
         }
-        write_json(args.json, written, args.command, **more, **backend.about(max(args.ranks)))
+        write_json(args.json, written, args.command, **more, **backend.about(max(args.ranks), any(args.link)))
     if args.plot and written:
         plots.trainings(args.plot, written)
     return int(any(judged["problems"] for judged in judgements))

@@ -112,8 +112,8 @@ def _mean(values: list[float] | None) -> float | None:
 
 
 def judge(training: Training, runs: Runs, lossy: bool = False) -> dict[str, Any]:
-    """Ratio over compressed calls alone, size of the model, its trained part, hashes of further weights, counters, volume by step and
-    exchanges of experts of every variant, how far the losses of lossy variants are from the plain ones, and the problems.
+    """Ratio over compressed calls alone, size of the model, its trained part, hashes of further weights, counters, times and volume by step
+    and exchanges of experts of every variant, how far the losses of lossy variants are from the plain ones, and the problems.
 
     ``lossy``: the settings of all our runs change values. Then our runs are compared with each other: what is rounded depends neither on
     the schedule nor on its frames. A variant whose own settings change values is compared with itself.
@@ -132,6 +132,7 @@ def judge(training: Training, runs: Runs, lossy: bool = False) -> dict[str, Any]
         "trained": plain["trained"],
         "hashes": {key: plain[key] for key in plain if key.endswith(HASH) and key != "params_sha256"},
         "sent": counted,
+        "step_ms": {variant: [round(ms, 1) for ms in results[0]["step_ms"]] for variant, results in runs.items()},
         "volume": {variant: _volume(training, results[0]) for variant, results in runs.items() if results[0]["steps"]},
         "experts": {variant: volume.experts(results[0]["steps"] or ()) for variant, results in runs.items()},
         "deviation": deviation(runs, ZEROPP),

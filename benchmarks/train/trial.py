@@ -164,11 +164,13 @@ def run(training: Training, variant: str, section: dict[str, Any] | None, networ
                     process.wait()
         said = output.read_text(errors="replace")
         for line in said.splitlines():
-            if line.startswith("[ds_zipccl]"):  # what is coded in this run, and why
+            if line.startswith("[ds_zipccl]") and " traffic of rank " not in line:  # what is coded in this run, and why
                 complain(f"# {line}")
         if status != 0:
             ended = f"timeout after {training.timeout:.0f} s" if status is None else status
-            raise ToolError(f"{variant} run ended with status {ended}; errors are above, the output ends with:\n{said[-4000:]}")
+            raise ToolError(
+                f"{variant} run ended with status {ended}; errors are above, the output ends with:\n{said[-4000:]}"
+            )
         found: Results = json.loads(results.read_text())
         return found | {"steps": step_logs.read(str(log)) if log.exists() else None}
 
@@ -194,6 +196,6 @@ def _commands(
             "WORLD_SIZE": training.ranks,
             "LOCAL_WORLD_SIZE": per_node,
             "TORCHDYNAMO_DISABLE": 1,  # as the script does for ranks that it starts: nothing is compiled
-            **backend.environment(training.ranks, rank, network),
+            **backend.environment(training.ranks, rank, network is not None),
         }
         yield command, {key: str(value) for key, value in environment.items()}

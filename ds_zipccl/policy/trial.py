@@ -256,11 +256,9 @@ def _fastest(times: Sequence[float]) -> float:
 PLAIN, CODED = range(2)
 #: Steps before the first trial (seed: allocators, compilers and caches settle).
 WARMUP_STEPS = 10
-#: Windows of a trial for each schedule; steps of a window that do not count, because the step before had another schedule; steps that do
-#: (seed).
-TRIAL_WINDOWS, SETTLE_STEPS, WINDOW_STEPS = 6, 1, 4
-#: Windows of a probe for each schedule (seed). A trial begins with a probe.
-PROBE_WINDOWS = 2
+#: Windows of a trial and of a probe for each schedule; steps of a window that do not count, because the step before had another schedule;
+#: steps that do (seed). A trial begins with a probe.
+TRIAL_WINDOWS, PROBE_WINDOWS, SETTLE_STEPS, WINDOW_STEPS = 6, 2, 1, 4
 #: Steps between a trial and the agreement on its times (admission: the device has finished the trial, so that no rank waits).
 DELAY_STEPS = 2
 #: Part of all steps that probes of the other schedule may cost (seed).
@@ -268,8 +266,8 @@ PROBE_SHARE = 0.01
 #: The other schedule must take less than this share of the current schedule's time (seed).
 STEP_HYSTERESIS = 0.98
 #: The other schedule must be ahead in ranks by so many standard deviations, in a probe and in the trial that follows it (seed: noise alone
-#: passes a trial once in 4,000, and both tests once in 60,000 probes, whatever its distribution). No trial follows a probe in which one
-#: schedule is so far ahead and :data:`CLEARLY_SLOWER` times as fast (seed: over a slow link a window of plain steps costs a coded minute).
+#: passes a trial once in 4,000, and both tests once in 60,000 probes). No trial follows a probe in which one schedule is so far ahead, and
+#: :data:`CLEARLY_SLOWER` times as fast.
 AHEAD_IN_PROBE, AHEAD_IN_TRIAL, AHEAD_CLEARLY = 1.5, 3.5, 3.0
 
 
@@ -289,8 +287,7 @@ class Comparison(NamedTuple):
     @property
     def clear(self) -> bool:
         """Whether one schedule is so much faster that a probe alone shows it."""
-        slow, fast = max(self.plain, self.coded), min(self.plain, self.coded)
-        return abs(self.ahead) >= AHEAD_CLEARLY and slow > CLEARLY_SLOWER * fast
+        return abs(self.ahead) >= AHEAD_CLEARLY and max(self[:2]) > CLEARLY_SLOWER * min(self[:2])
 
     def steps_to_probe(self, chosen: int) -> int:
         """Return the steps until the next probe: its slower steps cost at most :data:`PROBE_SHARE`."""
@@ -318,20 +315,18 @@ class StepTrial(Trial):
     def _plan(self) -> Iterator[Turn]:
         """Yield windows of both schedules in turns, the chosen one first, and some steps up to the agreement; then wait for the next probe.
         The first probe, and one that finds the other schedule better, are followed by a trial unless they are clear."""
-        pause, windows, ahead, first = WARMUP_STEPS - 1, PROBE_WINDOWS, AHEAD_IN_PROBE, True
+        pause, windows, ahead = WARMUP_STEPS - 1, PROBE_WINDOWS, AHEAD_IN_PROBE
         while True:
             yield from [Turn(self.chosen)] * pause
-            rival = 1 - self.chosen
-            steps: list[Turn] = []
+            rival, steps = 1 - self.chosen, list[Turn]()
             for schedule in turns((self.chosen, rival), windows):
                 steps += [Turn(schedule)] * SETTLE_STEPS + [Turn(schedule, timed=True)] * WINDOW_STEPS
             times = yield from self._time(steps + [Turn(self.chosen)] * DELAY_STEPS)
-            self.last = compare(times[PLAIN], times[CODED])
+            before, self.last = self.last, compare(times[PLAIN], times[CODED])
             better = self.last.favors(rival, ahead)
-            if (better or first) and windows == PROBE_WINDOWS and not self.last.clear:
+            if windows == PROBE_WINDOWS and not self.last.clear and (better or before == Comparison()):
                 pause, windows, ahead = 0, TRIAL_WINDOWS, AHEAD_IN_TRIAL
                 continue
-            first = False
             self.chosen = rival if better else self.chosen
             pause, windows, ahead = self.last.steps_to_probe(self.chosen), PROBE_WINDOWS, AHEAD_IN_PROBE
 

@@ -200,7 +200,7 @@ def test_literals_without_a_copy(route: str, name: str, width: int) -> None:
 
 # --- maps in C++ (csrc/cpu/rows/row_map.cpp), damaged ones beside numpy; under sanitizers they are in test_sanitizers.py
 
-native = pytest.mark.skipif(bool(kernels.why()["native"]), reason="no C++ route here")
+native = pytest.mark.skipif(bool(kernels.why(only="native")["native"]), reason="no C++ route here")
 
 
 @native

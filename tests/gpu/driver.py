@@ -73,16 +73,18 @@ _TRAVELLING = (
 
 
 def there(name: str) -> Path:
-    """The program with the kernels in it: compiled unless it is there already (about a minute), without nvcc that of the wheels folder.
+    """The program with the kernels in it: that of the wheels folder, else compiled unless it is there already (a minute and a half).
 
     Raises:
-        BuildError: nvcc failed, or there is neither nvcc nor such a program; no device.
+        BuildError: there is neither such a program nor nvcc, or nvcc failed; no device.
     """
     try:
-        build.nvcc()
-    except build.BuildError:
         return carried(name)
-    return compiled(name)
+    except build.BuildError as error:
+        try:
+            return compiled(name)
+        except build.BuildError as failed:
+            raise build.BuildError(f"{failed}; {error}") from None
 
 
 def _digest() -> str:
@@ -104,7 +106,7 @@ def carried(name: str) -> Path:
     if not folder or not path.is_file():
         others = [other.name for other in Path(folder).glob(f"zipccl_{name}_*")] if folder else []
         said = f"{others[0]} is of other sources, run it again" if others else "its folder is not here"
-        raise build.BuildError(f"no nvcc, and no {name} by `make gpu-wheels`: {said}")
+        raise build.BuildError(f"no {name} by `make gpu-wheels`: {said}")
 
     def make(target: Path) -> None:
         shutil.copyfile(path, target)

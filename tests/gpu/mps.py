@@ -17,6 +17,8 @@ import figures
 
 CONTROL = "nvidia-cuda-mps-control"
 PIPE = "CUDA_MPS_PIPE_DIRECTORY"
+#: Hardware queues of a process: processes share a pool under MPS, and streams that share a queue wait for each other (seed: without MPS 8).
+QUEUES = "CUDA_DEVICE_MAX_CONNECTIONS"
 #: Seconds for the daemon to start, and for it and its server to end.
 SECONDS = 8.0
 
@@ -61,7 +63,7 @@ def start(scratch: Path | None) -> dict[str, str]:
         raise RuntimeError(str(error)) from error
     if status:
         raise RuntimeError(f"{CONTROL} -d ended with status {status}: {said}")
-    return found
+    return found | {QUEUES: "8"}
 
 
 def stop(scratch: Path | None) -> None:

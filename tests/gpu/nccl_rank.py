@@ -276,6 +276,23 @@ def first_steps(it: Rank) -> None:
     assert coded == [0, 0, 0, 0, 2, 2], coded
 
 
+def timeline(it: Rank) -> None:
+    """What the device does in a plain gather and in a coded one of 8 MiB a rank: name, stream, begin and duration in microseconds."""
+    own = it.words(4 << 20, it.rank, 22)
+    whole = own.new_empty(it.ranks * own.numel())
+    for name, call in (("plain", dist.all_gather_into_tensor), ("coded", _ours)):
+        call(whole, own)
+        it.finish()
+        with torch.profiler.profile() as seen:
+            call(whole, own)
+            it.finish()
+        work = sorted((e.time_range.start, e) for e in seen.events() if e.device_type == torch.autograd.DeviceType.CUDA)
+        it.figures[f"timeline_{name}"] = [
+            (e.name[:60], e.device_resource_id, round(start - work[0][0]), round(e.time_range.elapsed_us()))
+            for start, e in work
+        ]
+
+
 def streams(it: Rank) -> None:
     """A call without async_op stays in the order of the current stream, and does not wait for other streams."""
     mine, other = where.HERE.streams(2)
@@ -386,7 +403,17 @@ def sum_suite(it: Rank) -> None:
 
 
 Check = Callable[[Rank], None]
-SHARED: tuple[Check, ...] = (gathers, exchanges, additions, subgroups, move_suite, sum_suite, captures, first_steps)
+SHARED: tuple[Check, ...] = (
+    gathers,
+    exchanges,
+    additions,
+    subgroups,
+    move_suite,
+    sum_suite,
+    captures,
+    first_steps,
+    timeline,
+)
 PROGRAMS: dict[str, tuple[Check, ...]] = {
     "probe": (reductions,),
     "one_rank": (

@@ -23,6 +23,7 @@ from step_runner import FAILED, HUNG, MISSING, NO_TIME, NOT_RUN, PASSED, SLOW, R
 
 from ds_zipccl.__main__ import parse
 from ds_zipccl.benchmarks.codec import floors
+from ds_zipccl.benchmarks.links import namespaces
 from ds_zipccl.integration import autoload
 
 sys.path.insert(0, str(ROOT / "docs"))
@@ -318,8 +319,11 @@ def test_a_dry_run_of_every_step_passes(tmp_path: Path, monkeypatch: pytest.Monk
     assert result.returncode == 0, (content["not_passed"], result.stdout[-3000:])
     assert content["outcome"] == PASSED and [row["step"] for row in content["rows"]] == list(STEPS)
     written = {"cuda.json", "comm_nccl.json", "train_nccl.json"}
-    assert {path.name for path in out.iterdir()} == {"gpu.json", "gpu.log", *written}
     told = {row["step"]: row["figures"] for row in content["rows"]}
+    if not namespaces.why_not():
+        written.add("train_nccl_auto.json")
+        assert {row["nodes"] for row in told["auto"]["rows"]} == {2} and not told["auto"]["verdicts"][0]["problems"]
+    assert {path.name for path in out.iterdir()} == {"gpu.json", "gpu.log", *written}
     assert told["train"]["verdicts"] and not any(verdict["problems"] for verdict in told["train"]["verdicts"])
     assert all(verdict["ratio_coded"]["coded"] > 1.3 for verdict in told["train"]["verdicts"])
     for plain, coded in zip(told["train"]["rows"][::2], told["train"]["rows"][1::2], strict=True):

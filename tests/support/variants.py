@@ -86,7 +86,7 @@ class Variant:
 
     def why_not(self) -> str:
         """Return why this variant cannot run here; "" if it can."""
-        reason = kernels.why().get(self.route, "there is no GPU")
+        reason = kernels.why(only=self.route).get(self.route, "there is no GPU")
         if not reason and self.level:
             try:
                 with self.in_use():
