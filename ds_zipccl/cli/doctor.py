@@ -9,14 +9,15 @@ than 30 s once.
 
 Lines:
 
-* link: measured between the real ranks over gloo: each rank sends to the next and receives from the previous one at the same time; the
-  slowest rank counts. Groups of other backends are not measured. codec: speeds of one thread of the slowest rank.
+* link: measured between the real ranks. Over gloo each rank sends to the next and receives from the previous one at the same time; the
+  slowest rank counts; codec: speeds of one thread of that rank. NCCL groups of several nodes are proven and measured as a job does it at
+  its start: kernels, a canary of gather, exchanges and sums, network, codec, an agreement.
 * kernels: each backend that was loaded on rank 0: the cases of its self-test and their time, or why it is not used.
 * hooks: the modules of DeepSpeed that the package has adjusted in these processes. A missing hook has its reason.
 * job: the traffic that will be coded here, values that the config leaves open, and features whose traffic bypasses the package.
 * expected: a table with a line for each kind of traffic of a step, by the model of ``plan`` with this config, this link and ``--params``.
-  plain_ms: gloo's own schedules. coded_ms: ours, compressed. choice: the schedule of the mode of the role, by which ms follows; reason:
-  why a line passes. Mode auto also has raw frames, which are not predicted.
+  plain_ms: the backend's own schedules. coded_ms: ours, compressed; on NCCL groups those that the job chooses. choice: the schedule of the
+  mode of the role, by which ms follows; reason: why a line passes. Mode auto also has raw frames, which are not predicted.
 
 Roles other than zero_param and zero_grad depend on the layers of the model and are not predicted. The ratio is that of ``--sample``,
 tensors as the job sends them, else of normal values; the ratio of differences is 4 unless ``--delta-ratio`` says otherwise. The step is
@@ -38,7 +39,8 @@ from __future__ import annotations
 import argparse
 import os
 import shlex
-from typing import Any
+from dataclasses import asdict, replace
+from typing import TYPE_CHECKING, Any
 
 from ds_zipccl.benchmarks.links import link, namespaces
 from ds_zipccl.benchmarks.train import doctor_check
@@ -47,6 +49,11 @@ from ds_zipccl.cli.doctor_ranks import AgreedError, Ranks
 from ds_zipccl.cli.planning import user_job
 from ds_zipccl.cli.planning.operations import TOTAL
 from ds_zipccl.cli.tables import Column
+from ds_zipccl.config import ZipcclConfig
+from ds_zipccl.policy.cost_model import LinkProfile
+
+if TYPE_CHECKING:
+    from ds_zipccl.comm.engine import Settled
 
 COLUMNS = (
     Column("what", width=20),
@@ -125,19 +132,23 @@ def _take_part(args: argparse.Namespace) -> int:
     found = doctor_ranks.meet(lambda: "" if config is None else repr(user_job.read(config)), args.timeout)
     if first:
         tables.complain("# measuring link and codec")
-    profile = doctor_ranks.measure()
+    settled = _settle(args, found) if found.streams else None
+    profile = None if found.streams else doctor_ranks.measure()
     doctor_ranks.leave()
     missing = _missing(found)
     if not first:
         return int(bool(missing))
     ranks = len(found.reports)
-    speeds = ("encode", "decode", "add", "copy", "add_raw")
-    coding = ", ".join(f"{name} {getattr(profile, name) / 1e9:.1f}" for name in speeds)
-    tables.say(
-        f"link:  gloo, {ranks} ranks on {found.nodes} {'node' if found.nodes == 1 else 'nodes'}: "
-        f"{8e-6 * profile.bandwidth:.0f} Mbit/s, a small message {1e6 * profile.alpha:.0f} us"
-    )
-    tables.say(f"codec: {coding} GB/s, one thread")
+    if profile is None:
+        tables.say(f"link:  {found.groups[1]}, {ranks} ranks: {settled or 'plain, for the reason above'}")
+    else:
+        speeds = ("encode", "decode", "add", "copy", "add_raw")
+        coding = ", ".join(f"{name} {getattr(profile, name) / 1e9:.1f}" for name in speeds)
+        tables.say(
+            f"link:  gloo, {ranks} ranks on {found.nodes} {'node' if found.nodes == 1 else 'nodes'}: "
+            f"{8e-6 * profile.bandwidth:.0f} Mbit/s, a small message {1e6 * profile.alpha:.0f} us"
+        )
+        tables.say(f"codec: {coding} GB/s, one thread")
     proofs = _proofs()
     for name, said in proofs.items():
         tables.say(f"kernels: {name}: {said}")
@@ -149,19 +160,25 @@ def _take_part(args: argparse.Namespace) -> int:
     more: dict[str, Any] = {
         "ranks": ranks,
         "nodes": found.nodes,
-        "profile": profile.to_json(),
+        "profile": profile.to_json() if profile else asdict(settled.profile) if settled and settled.profile else None,
         "kernels": proofs,
         "hooks": [dict(report.hooks) for report in found.reports],
         "missing": missing,
     }
     rows: list[dict[str, Any]] = []
     if config is not None:
-        predicted = _predict(args, found, profile)
+        predicted = _predict(args, found, profile or settled)
         rows = predicted.pop("rows")
         more |= predicted
     if args.json:
         tables.write_json(args.json, rows, args.command, **more)
     return int(bool(missing))
+
+
+def _settle(args: argparse.Namespace, found: Ranks) -> Settled | None:
+    """Prove and measure the groups of the job, also where its config leaves them alone."""
+    config = user_job.read(args.ds_config).config if args.ds_config else ZipcclConfig(enabled=True)
+    return doctor_ranks.settle(replace(config, nccl="auto") if config.nccl == "off" else config, found.groups[0])
 
 
 def _proofs() -> dict[str, str]:
@@ -194,34 +211,39 @@ def _remedy(found: Ranks) -> str:
     return f"{known}; report has the cause in its section activation"
 
 
-def _predict(args: argparse.Namespace, found: Ranks, profile: Any) -> dict[str, Any]:
-    """Print the job and the prediction; return both for the file."""
+def _predict(args: argparse.Namespace, found: Ranks, measured: LinkProfile | Settled | None) -> dict[str, Any]:
+    """Print the job and the prediction; return both for the file. ``measured``: None where groups in stream order stay plain."""
     from ds_zipccl.cli.planning import job as job_plan
     from ds_zipccl.integration import bypassed
-    from ds_zipccl.integration.start_line import coverage_here, device_here
+    from ds_zipccl.integration.start_line import coverage_here
 
     job = user_job.read(args.ds_config)
     ranks = len(found.reports)
-    device, backend = device_here()
+    device, backend = found.groups
+    settled = None if measured is None or isinstance(measured, LinkProfile) else measured
     tables.say(f"job:   ZeRO-{job.stage}, {job.dtype}: {coverage_here(job.config)}")
     pipelined = bool(job.content.get("pipeline"))
     notes = [*job.notes, *bypassed.lines(bypassed.Facts(job.content, device, backend, pipelined))]
-    if 1 < found.nodes < ranks:
+    if 1 < found.nodes < ranks and not found.streams:
         notes.append(f"{ranks} ranks share the links of {found.nodes} nodes: the prediction is that of one rank a node")
     for note in notes:
         tables.say(f"       {note}")
-    reason = "no --params" if args.params is None else job_plan.unpredicted(job, device, backend)
+    reason = "no --params" if args.params is None else job_plan.unpredicted(job, device, backend, settled)
     if reason:
         tables.say(f"expected: not predicted: {reason}")
         return {"rows": [], "notes": notes, "unpredicted": reason}
     ratios = job_plan.ratios(job.dtype, args.sample, args.delta_ratio)
     tables.say(f"ratio: {ratios.values:.3f}, {ratios.about}")
-    rows = job_plan.predict(job, args.params, ranks, profile, ratios, device, args.trainable)
+    if isinstance(measured, LinkProfile):
+        rows = job_plan.predict(job, args.params, ranks, measured, ratios, device, args.trainable)
+    else:
+        assert settled is not None  # otherwise there is a reason
+        rows = job_plan.predict_on_device(job, args.params, settled, ratios, args.trainable)
     total = next(row for row in tables.show(COLUMNS, rows) if row["what"] == TOTAL)
     speedup = None if args.step_ms is None else job_plan.step_speedup(total, args.step_ms)
     step = "step not predicted without --step-ms" if speedup is None else f"step {speedup:.2f}x"
-    tables.say(f"expected: communication {total['speedup']:.2f}x of gloo's own schedules, {step}")
-    if found.nodes == 1:
+    tables.say(f"expected: communication {total['speedup']:.2f}x of {backend}'s own schedules, {step}")
+    if found.nodes == 1 and not found.streams:
         shared = f"{ranks} ranks share the cores of one machine{'' if args.link[0] else ' and its loopback'}"
         why = f"{shared}, where coding takes time from computing"
         notes.append(f"this does not hold here: {why}; it is for one rank a node")

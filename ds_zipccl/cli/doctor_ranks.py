@@ -18,10 +18,13 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
+from ds_zipccl.benchmarks.links.backends import BACKENDS
 from ds_zipccl.benchmarks.links.namespaces import Network, first_status, meeting
 from ds_zipccl.cli import ToolError
 
 if TYPE_CHECKING:
+    from ds_zipccl.comm.engine import Settled
+    from ds_zipccl.config import ZipcclConfig
     from ds_zipccl.policy.cost_model import LinkProfile
 
 #: Variables by which a launcher tells a process its place.
@@ -109,11 +112,13 @@ def hooks_found() -> dict[str, str]:
 
 @dataclass(frozen=True)
 class RankReport:
-    """What a rank tells the others before the measurement. ``error``: "" where all is well. ``config``: hash of the config of the job."""
+    """What a rank tells the others before the measurement. ``error``: "" where all is well. ``config``: hash of the config of the job.
+    ``groups``: type of device and backend of the groups that DeepSpeed makes here."""
 
     host: str
     error: str
     config: str
+    groups: str
     hooks: Mapping[str, str]
 
     def to_bytes(self) -> bytes:
@@ -130,7 +135,7 @@ class RankReport:
             content = json.loads(data) if len(data) <= _REPORT_BYTES else None
         except (ValueError, RecursionError):
             content = None
-        keys = {"host", "error", "config"}
+        keys = {"host", "error", "config", "groups"}
         hooks = content.get("hooks") if isinstance(content, dict) else None
         if not isinstance(content, dict) or set(content) != keys | {"hooks"} or not isinstance(hooks, dict):
             raise ToolError(f"rank {rank} sent no report of this version: install the same ds_zipccl on all nodes")
@@ -154,15 +159,29 @@ class Ranks:
     def nodes(self) -> int:
         return len({report.host for report in self.reports})
 
+    @property
+    def groups(self) -> tuple[str, str]:
+        """Type of device and backend of the job's groups."""
+        device, _, backend = self.reports[0].groups.partition(" ")
+        return device, backend
+
+    @property
+    def streams(self) -> bool:
+        """Whether the job's groups work in the order of a device's streams."""
+        from ds_zipccl.policy.admission import STREAM_BACKENDS
+
+        return self.groups[1] in STREAM_BACKENDS
+
 
 def meet(check: Callable[[], str], patience: float) -> Ranks:
-    """Join the group of the launcher over gloo, and exchange reports. Blocks until all ranks are there, ``patience`` seconds at most.
+    """Exchange reports, and join a group of all ranks: of the job's backend where it works in stream order, otherwise of gloo. Blocks until
+    all ranks are there, ``patience`` seconds at most.
 
     Args:
         check: checks of this rank; returns the text of the job's config, and raises where something is wrong.
 
     Raises:
-        AgreedError: a rank has an error, or configs differ.
+        AgreedError: a rank has an error, or configs or backends differ.
         ToolError: a rank is missing.
     """
     import torch.distributed as dist
@@ -176,8 +195,9 @@ def meet(check: Callable[[], str], patience: float) -> Ranks:
         meeting = dist.rendezvous("env://", timeout=wait)  # type: ignore[attr-defined]
         store, rank, ranks = next(meeting)
         store.set_timeout(wait)
+        hooks = hooks_found()
         mine = RankReport(
-            socket.gethostname(), _printable(error), hashlib.sha256(text.encode()).hexdigest(), hooks_found()
+            socket.gethostname(), _printable(error), hashlib.sha256(text.encode()).hexdigest(), _groups(), hooks
         )
         keys = [f"ds_zipccl/doctor/{peer}" for peer in range(ranks)]
         store.set(keys[rank], mine.to_bytes())
@@ -200,8 +220,45 @@ def meet(check: Callable[[], str], patience: float) -> Ranks:
             f"the config of rank {odd} on {reports[odd].host} differs from that of rank 0 on {reports[0].host}: "
             "give all nodes the same ds_config and the same DS_ZIPCCL"
         )
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=wait)
-    return Ranks(rank, reports)
+    for at, one in enumerate(reports):
+        if one.groups != reports[0].groups:
+            raise AgreedError(
+                f"rank {at} on {one.host} has {one.groups} groups, rank 0 has {reports[0].groups} groups: give every rank a GPU that torch "
+                "sees, or none and DS_ACCELERATOR=cpu"
+            )
+    met = Ranks(rank, reports)
+    if met.streams:
+        accelerator = importlib.import_module("deepspeed.accelerator").get_accelerator()
+        accelerator.set_device(int(os.environ.get("LOCAL_RANK", rank)))
+    backend = met.groups[1] if met.streams else "gloo"
+    dist.init_process_group(backend, store=store, rank=rank, world_size=ranks, timeout=wait)
+    return met
+
+
+def _groups() -> str:
+    from ds_zipccl.integration.start_line import device_here
+
+    return " ".join(device_here()) if importlib.util.find_spec(DEEPSPEED) else "cpu gloo"
+
+
+def settle(config: ZipcclConfig, device: str) -> Settled | None:
+    """Prove kernels and groups in stream order and measure them, as a job does at its start; rank 0 prints the outcome. A collective of all
+    ranks that have met; blocks for some seconds. Returns None where some rank has failed.
+
+    Raises:
+        ToolError: a rank failed meanwhile.
+    """
+    import torch
+    import torch.distributed as dist
+
+    from ds_zipccl.comm import engine
+    from ds_zipccl.integration import start_up
+
+    here = torch.device(device, torch.cuda.current_device()) if device == "cuda" else torch.device(device)
+    try:
+        return engine.settle(start_up.with_all_kernels(config, here), here)
+    except (RuntimeError, ValueError) as error:
+        raise ToolError(f"rank {dist.get_rank()}: proving the groups failed: {error}") from error
 
 
 def measure() -> LinkProfile:
@@ -239,13 +296,15 @@ def local(words: Sequence[str], ranks: int, network: Network | None, timeout: fl
 
     ``network``: in whose nodes the processes run, None for loopback. ``timeout``: seconds until all are killed.
     """
-    command = [sys.executable, "-m", "ds_zipccl", *words]
+    command, nccl = [sys.executable, "-m", "ds_zipccl", *words], BACKENDS["nccl"]
     environment = {**os.environ, **meeting(network), "WORLD_SIZE": str(ranks), "OMP_NUM_THREADS": "1"}
     processes: list[subprocess.Popen[bytes]] = []
     try:
         for rank in range(ranks):
             start = subprocess.Popen if network is None else functools.partial(network.start, rank)
-            processes.append(start(command, env={**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)}))
+            place = {"RANK": str(rank), "LOCAL_RANK": str(nccl.local_rank(rank) if nccl.devices else rank)}
+            shared = nccl.environment(ranks, rank, network is not None)
+            processes.append(start(command, env={**environment, **place, **shared}))
         status = first_status(processes, timeout, _GOODBYE_S)
         return 2 if status is None else status
     finally:

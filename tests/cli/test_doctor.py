@@ -211,7 +211,7 @@ def test_jobs_without_a_prediction(tmp_path: Path) -> None:
 
     assert why() == ""
     assert "ZeRO stage 0" in why(zero_optimization={"stage": 0})
-    assert "plan --network" in why("cuda", "nccl")
+    assert "nothing of this job is coded" in why("cuda", "nccl")
     assert "backend ccl" in why("cpu", "ccl")
 
 
@@ -245,9 +245,9 @@ def test_half_a_launcher(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capture
 
 
 def test_reports_of_other_machines_are_checked() -> None:
-    mine = RankReport("node", "a\x1b[31mb", "c", {"module": ""})
+    mine = RankReport("node", "a\x1b[31mb", "c", "cpu gloo", {"module": ""})
     assert RankReport.from_bytes(1, mine.to_bytes()).error == "a?[31mb"
-    shaped = b'{"host": "", "error": "", "config": "", "hooks": []}'
+    shaped = b'{"host": "", "error": "", "config": "", "groups": "", "hooks": []}'
     for data in (b"{", b"[]", b'{"host": 1}', shaped, b" " * (1 << 17), b"[" * 60_000):
         with pytest.raises(ToolError, match="rank 1 sent no report of this version"):
             RankReport.from_bytes(1, data)
@@ -279,6 +279,21 @@ def test_real_ranks(tmp_path: Path) -> None:
     assert written_file["comm_speedup"] == total["plain_ms"] / total["ms"]
     assert all(outcome == "" for outcome in written_file["hooks"][0].values())
     assert written_file["step_speedup"] == (100 + total["plain_ms"]) / (100 + total["ms"])
+
+
+def test_groups_in_stream_order(tmp_path: Path) -> None:
+    """Two ranks on two nodes, over the stand-in for NCCL: proven and measured as by a job; then where a rank lacks the device."""
+    found = launch(__file__, 2, tmp_path, "streams")
+    first, second = found["rank0"], found["rank1"]
+    assert [[one["status"] for one in rank] for rank in (first, second)] == [[0, 2]] * 2
+    said = first[0]["text"]
+    assert "canary: gather, exchanges and sums right in" in said
+    assert "link:  shim, 2 ranks: 2 nodes, at most 1 ranks each; " in said and "GB/s between nodes" in said
+    assert "gloo" not in said and "this does not hold here" not in said and "of shim's own schedules" in said
+    rows = {row["what"]: row for row in found["doctor"]["rows"]}
+    assert rows["gradients"]["reason"] == "sums are the backend's" and rows["gradients"]["speedup"] == 1.0
+    assert found["doctor"]["profile"]["network"] > 0 and rows["total"]["ms"] <= rows["total"]["plain_ms"]
+    assert "rank 1 on" in first[1]["text"] and "has cpu gloo groups, rank 0 has cpu shim groups" in first[1]["text"]
 
 
 @pytest.mark.full(reason="eight seconds of two interpreters; test_real_ranks has the ranks of a launcher")
@@ -345,5 +360,25 @@ def _rank(folder: Path) -> None:
     (folder / f"rank{rank}.json").write_text(json.dumps(done))
 
 
+def _streams(folder: Path) -> None:
+    import shim
+
+    from ds_zipccl.comm import topology
+    from ds_zipccl.integration import start_line
+
+    shim.install()
+    rank = int(os.environ["RANK"])
+    own = folder / f"configs{rank}"
+    own.mkdir()
+    good = written(own, zero_optimization={"stage": 3})
+    topology.here = lambda: f"node {rank}"  # type: ignore[assignment]
+    start_line.device_here = lambda: ("cpu", shim.NAME)  # type: ignore[assignment]
+    done = [_run(rank, good, "--json", str(folder / "doctor.json"))]
+    if rank:
+        start_line.device_here = lambda: ("cpu", "gloo")  # type: ignore[assignment]
+    done.append(_run(rank, good))
+    (folder / f"rank{rank}.json").write_text(json.dumps(done))
+
+
 if __name__ == "__main__":
-    _rank(Path(sys.argv[1]))
+    (_streams if "streams" in sys.argv else _rank)(Path(sys.argv[1]))

@@ -191,6 +191,18 @@ def steps(out: Path, dry: bool = False, first: bool = False) -> list[Step]:
     train = (*shared, "train", "--backend", "nccl", "--size", "tiny", "--json", str(train_json), "--workload")
     dry_train = ("zero3", "--script", str(HERE / "dry_train.py"))
     train += (*dry_train, "--steps", "2", "--skip", "1") if dry else ("zero2", "zero3")
+    doctor = (
+        python,
+        str(HERE / "as_probed.py"),
+        "-m",
+        "ds_zipccl",
+        "doctor",
+        "--params",
+        "7e9",
+        "--link",
+        "200mbit" if dry else "10gbit",
+    )
+    doctor += ("--ds-config", str(ROOT / "examples" / "ds_config_zero3.json"), "--json", str(out / "doctor_nccl.json"))
     # As users have it: two nodes, Ethernet between them, and the section's default for NCCL.
     auto = (
         *shared,
@@ -203,14 +215,15 @@ def steps(out: Path, dry: bool = False, first: bool = False) -> list[Step]:
     driver, of_nccl = (python, str(HERE / "driver.py")), "gpu/test_nccl.py"
     planned = [
         Step("machine", (python, str(HERE / "machine.py")), 18),
-        Step("build", (python, str(HERE / "build_all.py"), *(["--first"] if first else [])), 90, machine_is_right),
+        Step("build", (python, str(HERE / "build_all.py"), *(["--first"] if first else [])), 70, machine_is_right),
         Step("driver", (*driver, "run"), 15, driver_built),
         _pytest("tests", ("-k", selected), tests_of_a_route, 75, 40, *CUDA_TESTS),
         _pytest("nccl_probe", ("-k", "probe"), tests_of_a_route, 30, 75, of_nccl),
         Step("bench", (*bench, "--json", str(results)), 30, some_route, _written(results, *OF_CODEC), usable_routes),
         _pytest("nccl", ("-k", "share"), probed, 50, 600, of_nccl),
+        Step("doctor", doctor, 25, joined_nodes),
         Step("auto", auto, 100, joined_nodes, _written(auto_json, *OF_TRAINING)),
-        Step("train", train, 80, deepspeed_works, _written(train_json, *OF_TRAINING), turns),
+        Step("train", train, 75, deepspeed_works, _written(train_json, *OF_TRAINING), turns),
         Step("comm", comm, 32, probed, _written(comm_json, *OF_COMM), quicker(calls, few_calls)),
         _pytest("nccl_one", ("-k", "one_rank"), tests_of_a_route, 15, 40, of_nccl),
         _pytest("stress", (), tests_of_a_route, 30, 55, "gpu/test_stress.py"),
@@ -343,7 +356,7 @@ def main(words: Sequence[str] | None = None) -> int:
         names = [step.name for step in planned]
         if unknown := sorted(set(args.only) - set(names)):
             parser.error(f"no step {', '.join(unknown)}; the steps are {', '.join(names)}")
-        on_nccl = {"nccl", "comm", "auto", "train"} & set(args.only)
+        on_nccl = {"nccl", "comm", "doctor", "auto", "train"} & set(args.only)
         wanted = {*args.only, "machine", "build", *(["nccl_probe"] if on_nccl else [])}
         planned = [step for step in planned if step.name in wanted]
     if args.list:

@@ -321,7 +321,7 @@ def test_a_dry_run_of_every_step_passes(tmp_path: Path, monkeypatch: pytest.Monk
     written = {"cuda.json", "comm_nccl.json", "train_nccl.json"}
     told = {row["step"]: row["figures"] for row in content["rows"]}
     if not namespaces.why_not():
-        written.add("train_nccl_auto.json")
+        written |= {"train_nccl_auto.json", "doctor_nccl.json"}
         assert {row["nodes"] for row in told["auto"]["rows"]} == {2} and not told["auto"]["verdicts"][0]["problems"]
     assert {path.name for path in out.iterdir()} == {"gpu.json", "gpu.log", *written}
     assert told["train"]["verdicts"] and not any(verdict["problems"] for verdict in told["train"]["verdicts"])

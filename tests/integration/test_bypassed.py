@@ -75,10 +75,11 @@ def test_a_line_for_each_feature(
     assert named(lines) == names and all(line.startswith("bypassed: ") and "; to do: " in line for line in lines)
     if isinstance(config.get("zero_optimization"), bool):
         return  # the doctor wants the section
-    monkeypatch.setattr(start_line, "device_here", lambda: (facts.device, facts.backend or "gloo"))
+    groups = facts.device, facts.backend or "gloo"
+    monkeypatch.setattr(start_line, "device_here", lambda: groups)
     (path := tmp_path / "ds_config.json").write_text(json.dumps({**config, "zipccl": {"enabled": True}}))
     args = argparse.Namespace(ds_config=str(path), params=None)
-    found = doctor_ranks.Ranks(0, (RankReport("here", "", "", {}),) * 2)
+    found = doctor_ranks.Ranks(0, (RankReport("here", "", "", " ".join(groups), {}),) * 2)
     told = doctor._predict(args, found, PROFILE)["notes"]
     assert [note for note in told if note.startswith("bypassed")] == lines
     assert [line.strip() for line in capsys.readouterr().out.splitlines() if "bypassed" in line] == lines

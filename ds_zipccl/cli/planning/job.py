@@ -10,9 +10,10 @@ import torch
 
 from ds_zipccl.cli import ToolError, files
 from ds_zipccl.cli.planning import speeds
-from ds_zipccl.cli.planning.operations import COPIED, GRADIENTS, TOTAL, StepTraffic
-from ds_zipccl.cli.planning.schedules import Coding, HostSchedules, codings
+from ds_zipccl.cli.planning.operations import CODED, COPIED, GRADIENTS, PLAIN, TOTAL, StepTraffic
+from ds_zipccl.cli.planning.schedules import Coding, DeviceSchedules, HostSchedules, codings
 from ds_zipccl.cli.planning.user_job import UserJob
+from ds_zipccl.comm.engine import Settled
 from ds_zipccl.integration import bypassed
 from ds_zipccl.policy import admission
 from ds_zipccl.policy.admission import Message, PassReason
@@ -62,16 +63,16 @@ def ratios(dtype: str, sample: str | None, delta_ratio: float | None) -> Ratios:
     return Ratios(logical / wire, delta_ratio, f"{sample}: {logical / 1e6:.1f} MB of {dtype}; {about}")
 
 
-def unpredicted(job: UserJob, device: str, backend: str) -> str:
-    """Return the reason why no step is predicted; "" where one is."""
+def unpredicted(job: UserJob, device: str, backend: str, settled: Settled | None = None) -> str:
+    """Return the reason why no step is predicted; "" where one is. ``settled``: of groups in stream order."""
     codec = job.config.lossy_of("zero_grad")
     other = [one.name for one in bypassed.found(bypassed.Facts(job.content)) if one.of_zero]
     if codec is not None and codec.matrices:
         return f"gradients go by {codec}, and the size of its frames depends on the layers of the model"
     if job.stage == 0:
         return "ZeRO stage 0 has no prediction: wanted is stage 1, 2 or 3"
-    if backend in admission.STREAM_BACKENDS:
-        return f"groups of this job use {backend}, and only gloo was measured: plan --network predicts {backend} groups"
+    if backend in admission.STREAM_BACKENDS and (settled is None or settled.profile is None):
+        return "nothing of this job is coded" if settled is None else f"{settled}"
     if backend not in admission.CODED_BACKENDS.get(device, ()):
         return PassReason.BACKEND.of(backend) + f" ({device} tensors): nothing will be coded"
     if other:
@@ -97,8 +98,56 @@ def predict(
     Raises:
         ToolError: the lossy codec of gradients sends more than no codec.
     """
+    args = _options(job, params, ranks, found, trainable)
+    groups = HostSchedules(args, {}, "gloo", job.buckets)
+    lines = groups.lines()
+    wanted = {line.coding for line in lines}
+    groups = replace(groups, codings=codings(args, Coding(profile, found.values), wanted))
+    return _with_total([_chosen(groups, line, job, device) for line in lines])
+
+
+def predict_on_device(
+    job: UserJob, params: int, settled: Settled, found: Ratios, trainable: int | None = None
+) -> list[dict[str, Any]]:
+    """Return rows as :func:`predict` does, of groups in stream order by their measured speeds. ``coded_ms`` is the time of the schedules
+    that a job chooses, and ``choice`` may be "owners": the backend's own sums, for the owners of gradients alone."""
+    args = _options(job, params, settled.topology.ranks, found, trainable)
+    vars(args).update(gpus_per_node=settled.topology.each, ratio=found.values)
+    groups = DeviceSchedules(args, measured=settled.profile, settled=settled.sums, buckets=job.buckets)
+    planned = []
+    for line in groups.lines():
+        gradients, chosen = line.what == GRADIENTS, groups.chosen(line)
+        plain, ours = chosen[PLAIN], chosen[CODED]
+        if job.config.mode_of(_role(line)) == "never":
+            ours = plain
+        choice = ours["how"] if ours["how"] != PLAIN or ours["op"] == plain["op"] else "owners"
+        sums = PassReason.PLAIN_SUMS if gradients and settled.sums == "plain" else PassReason.PLAIN_IS_FASTER
+        reason = sums.value if choice in (PLAIN, "owners") else ""
+        planned.append(_row(line, ours["op"], (plain["ms"], ours["ms"], ours["ms"]), choice, reason))
+    return _with_total(planned)
+
+
+def _role(line: StepTraffic) -> str:
+    return "zero_grad" if line.what == GRADIENTS else "zero_param"
+
+
+def _row(line: StepTraffic, op: str, ms: tuple[float, float, float], choice: str, reason: str) -> dict[str, Any]:
+    plain, coded, expected = ms
+    times = {"plain_ms": plain, "coded_ms": coded, "ms": expected}
+    row = {"what": line.what, "op": op, "role": _role(line), **times, "choice": choice, "reason": reason}
+    return row | {"speedup": plain / expected}
+
+
+def _with_total(planned: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    total = {key: sum(row[key] for row in planned) for key in ("plain_ms", "coded_ms", "ms")}
+    empty = {"what": TOTAL, "op": "", "role": "", "choice": "", "reason": ""}
+    return [*planned, empty | total | {"speedup": total["plain_ms"] / total["ms"]}]
+
+
+def _options(job: UserJob, params: int, ranks: int, found: Ratios, trainable: int | None) -> argparse.Namespace:
+    """Return the options of ``plan`` that stand for a job."""
     config = job.config
-    args = argparse.Namespace(
+    return argparse.Namespace(
         params=params,
         trainable=trainable,
         zero=job.stage,
@@ -115,14 +164,6 @@ def predict(
         profile=None,
         bucket=None,
     )
-    groups = HostSchedules(args, {}, "gloo", job.buckets)
-    lines = groups.lines()
-    wanted = {line.coding for line in lines}
-    groups = replace(groups, codings=codings(args, Coding(profile, found.values), wanted))
-    planned = [_chosen(groups, line, job, device) for line in lines]
-    total = {key: sum(row[key] for row in planned) for key in ("plain_ms", "coded_ms", "ms")}
-    empty = {"what": TOTAL, "op": "", "role": "", "choice": "", "reason": ""}
-    return [*planned, empty | total | {"speedup": total["plain_ms"] / total["ms"]}]
 
 
 def step_speedup(total: dict[str, Any], computing_ms: float) -> float:
@@ -132,8 +173,7 @@ def step_speedup(total: dict[str, Any], computing_ms: float) -> float:
 
 def _chosen(groups: HostSchedules, line: StepTraffic, job: UserJob, device: str) -> dict[str, Any]:
     """The row of a line: its schedules, and the one that admission and the mode of its role choose."""
-    gradients, config = line.what == GRADIENTS, job.config
-    role = "zero_grad" if gradients else "zero_param"
+    gradients, config, role = line.what == GRADIENTS, job.config, _role(line)
     message = Message(
         op=_OPS[line.coded_op or line.op],
         dtype=getattr(torch, job.dtype),
@@ -159,14 +199,4 @@ def _chosen(groups: HostSchedules, line: StepTraffic, job: UserJob, device: str)
     expected = plain["ms"] if choice == "plain" else times[choice]
     if choice == "plain" and not reason:
         reason = PassReason.PLAIN_IS_FASTER.value + ", as predicted"
-    return {
-        "what": line.what,
-        "op": coded["op"],
-        "role": role,
-        "plain_ms": plain["ms"],
-        "coded_ms": coded["ms"],
-        "ms": expected,
-        "choice": choice,
-        "reason": reason,
-        "speedup": plain["ms"] / expected,
-    }
+    return _row(line, coded["op"], (plain["ms"], coded["ms"], expected), choice, reason)

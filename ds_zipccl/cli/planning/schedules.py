@@ -183,15 +183,19 @@ _EVEN = 0.9
 
 @dataclass(frozen=True)
 class DeviceSchedules:
-    """Schedules on NCCL groups of one network."""
+    """Schedules on NCCL groups of one network. ``measured``, ``settled`` and ``buckets``: speeds, sums and buckets of a job, in place of
+    network and codec, of the sums that are chosen by speeds, and of DeepSpeed's defaults."""
 
     args: argparse.Namespace
-    network: Network
-    codec: DeviceCodec
+    network: Network | None = None
+    codec: DeviceCodec | None = None
+    measured: DeviceProfile | None = None
+    settled: str = ""
+    buckets: step.Buckets | None = None
 
     @property
     def names(self) -> Row:
-        return {"network": self.network.text}
+        return {"network": self.network.text if self.network else ""}
 
     @cached_property
     def topology(self) -> Topology:
@@ -199,6 +203,9 @@ class DeviceSchedules:
 
     @cached_property
     def profile(self) -> DeviceProfile:
+        if self.network is None or self.codec is None:
+            assert self.measured is not None
+            return self.measured
         speed = behind(self.network.reach * self.network.of_node(self.args.gpus_per_node), 1e9 * self.args.path)
         delays = {} if self.args.hop is None else {"hop": self.args.hop / 1e6, "step": 0.0}
         return DeviceProfile(speed, encode=self.codec.encode, decode=self.codec.decode, **delays)
@@ -206,7 +213,7 @@ class DeviceSchedules:
     @cached_property
     def sums(self) -> str:
         """The sums that a job chooses: "fp32" or "plain"."""
-        return cost_model.sums_of(self.topology, self.profile)
+        return self.settled or cost_model.sums_of(self.topology, self.profile)
 
     @cached_property
     def moves(self) -> bool:
@@ -214,7 +221,7 @@ class DeviceSchedules:
         return cost_model.moves_may_gain(self.topology, self.profile)
 
     def lines(self) -> list[StepTraffic]:
-        found = step.traffic(self.args)
+        found = step.traffic(self.args, self.buckets)
         if self.args.zero3_base == "auto" and not cost_model.host_bases_gain(self.topology, self.profile):
             return [replace(line, coding=EXPONENTS) if line.coding == COPIED else line for line in found]
         return found
