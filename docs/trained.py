@@ -52,7 +52,7 @@ def beyond(page: Path) -> str:
 
 
 def doctor(page: Path) -> str:
-    """Predictions of the doctor beside trainings."""
+    """Predictions of the doctor compared with trainings."""
     content = results("doctor")
     keys = ("comm", "comm_predicted", "comm_off", "step", "step_predicted", "step_off")
     rows = ((row["workload"], row["link"], *(f"{row[key]:.2f}" for key in keys)) for row in content["rows"])
@@ -90,7 +90,7 @@ def _lossy(content: dict[str, Any]) -> str:
     lines = (["-" if row.get(key) is None else text(row[key]) for key, text in shown.values()] for row in rows)
     far = [(name, found) for verdict in content["verdicts"] for name, found in verdict["changed"].items()]
     said = [
-        f"by up to {found['largest']:.2g} with `{name}`, the last one by {found['last']:.2g}" for name, found in far
+        f"by up to {found['largest']:.2g} with `{name}`, the last loss by {found['last']:.2g}" for name, found in far
     ]
     return f"{provenance(content)}\n\n{table(shown, lines)}\n\nLosses are off {'; '.join(said)}."
 
@@ -139,7 +139,7 @@ def deviations(content: dict[str, Any]) -> str:
     problems = [problem for verdict in content["verdicts"] for problem in verdict["problems"]]
     said = f"Wrong: {'; '.join(problems)}." if problems else "Our losses and parameters have DeepSpeed's bits."
     far = [(verdict["link"], verdict["deviation"]) for verdict in content["verdicts"] if verdict["deviation"]]
-    words = (f"by up to {found['largest']:.2g} on {link} (the last one by {found['last']:.2g})" for link, found in far)
+    words = (f"by up to {found['largest']:.2g} on {link} (the last loss by {found['last']:.2g})" for link, found in far)
     return f"{said} Losses of ZeRO++ are off {', '.join(words)}." if far else said
 
 
@@ -211,7 +211,7 @@ def lora_title(rows: dict[tuple[str, str], dict[str, Any]], link: str, size: str
     plain = (f"{rows[place, 'plain']['step_ms']:.0f}" for place in (link, "loopback"))
     return (
         f"**LoRA under ZeRO-3 over {_link(link)} at {pace}**: a Llama of {size} parameters, {there['ranks']} CPU ranks, gloo: "
-        f"{there['step_ms']:.0f} ms a step, {here['step_ms']:.0f} on one node; DeepSpeed {' and '.join(plain)}. Gathers send "
+        f"{there['step_ms']:.0f} ms per step, {here['step_ms']:.0f} on one node; DeepSpeed {' and '.join(plain)}. Gathers send "
         f"{there['gather_ratio']:.0f} times fewer bytes from the second step on; {bits}"
     )
 
@@ -259,5 +259,5 @@ def jobs(more: Sequence[str]) -> str:
         speedup = f"**{coded['speedup']:.2f}{'' if coded['speedup'] >= 1 else ': slower'}**"
         other = f"{found['zeropp']['speedup']:.2f}" if "zeropp" in found else "-"
         rows.append((text, _link(coded["link"]), *(f"{row['step_ms']:.0f}" for row in (plain, coded)), speedup, other))
-    heads = ("your job", "network", "plain, ms a step", "ds_zipccl, ms", "speed-up", "ZeRO++ instead (lossy)")
+    heads = ("your job", "network", "plain, ms per step", "ds_zipccl, ms", "speed-up", "ZeRO++ instead (lossy)")
     return table(heads, [*rows[:-1], more, rows[-1]])

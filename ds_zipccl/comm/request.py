@@ -134,7 +134,7 @@ class Request:
                 lossy = None
             if lossy is not None and (self.based or self.agreed):
                 raise ValueError(
-                    f"{self.op}: got lossy={lossy} beside a base or agreed sizes, which are for parameters and exact; leave one of them out"
+                    f"{self.op}: got lossy={lossy} with a base or agreed sizes, which are for parameters and exact; leave one of them out"
                 )
             self.options = self.options._replace(lossy=lossy)
         if self.sum.op is not None and lossy is not None:  # in fp32 and in one level, whatever the config says

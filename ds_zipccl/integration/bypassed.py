@@ -151,7 +151,7 @@ FEATURES = (
         lambda facts: bool(_OF_TORCH & facts.classes),
     ),
     Feature(
-        "DDP, FSDP or DTensor beside the engine, `torch.distributed.nn`",
+        "DDP, FSDP or DTensor outside of the engine, `torch.distributed.nn`",
         "not recognized",
         "their traffic goes over torch's process groups, plain",
         "[`torch_distributed`](configuration.md#direct-calls-of-torchdistributed) codes direct calls of tensor and sequence parallelism",

@@ -84,8 +84,8 @@ _LOW_RANK = tuple(name for name, kind in LOSSY_CODECS.items() if kind.matrices)
 
 
 def _lossy(one: Lossy) -> str:
-    """Return the line of a lossy role and operation, such as "tp all_reduce: round mantissa 3, relative L2 error 0.0265 a rounding"."""
-    error = "no frame sampled" if one["error"] is None else f"relative L2 error {one['error']:.3g} a rounding"
+    """Return the line of a lossy role and operation, such as "tp all_reduce: round mantissa 3, relative L2 error 0.0265 per rounding"."""
+    error = "no frame sampled" if one["error"] is None else f"relative L2 error {one['error']:.3g} per rounding"
     said = [one["codec"] or "a lossy codec", error, *_feedback(one), f"ratio {one['ratio']:.2f}"]
     counts = {**dict.fromkeys(_EXACT, 0), **one["exact"]}
     (first, count), *more = counts.items()

@@ -126,7 +126,7 @@ def test_the_first_figure_says_what_was_measured(ms: float, words: str) -> None:
     title = trained.lora_title(rows, "1gbit", "60M", equal=True)
     assert title.startswith(f"**LoRA under ZeRO-3 over 1 Gbit/s {words}**: a Llama of 60M parameters, 2 CPU ranks")
     assert "bit for bit" in title and "bit for bit" not in trained.lora_title(rows, "1gbit", "60M", equal=False)
-    assert f"{ms} ms a step, 410 on one node; DeepSpeed 1600 and 400." in title and "746 times fewer bytes" in title
+    assert f"{ms} ms per step, 410 on one node; DeepSpeed 1600 and 400." in title and "746 times fewer bytes" in title
 
 
 def test_phases_of_a_training() -> None:
@@ -405,7 +405,7 @@ def test_lines_of_the_page_are_those_of_a_job() -> None:
 
 def test_the_readme_promises_nothing_by_small_models() -> None:
     readme = (ROOT / "README.md").read_text()
-    for words in ("Nothing is lossy unasked", "promise nothing about large ones"):
+    for words in ("Lossy only on request", "small models"):
         assert words in readme and words in PAGE
     assert "docs/lossy.md" in readme
 

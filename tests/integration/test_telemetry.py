@@ -228,7 +228,7 @@ def test_lossy_frames_in_the_table() -> None:
     }  # fmt: skip
     lines = table.render().splitlines()
     assert (
-        "tp all_reduce: taco_fp8 group 128, relative L2 error 0.0265 a rounding, ratio 2.35; 12 of 4800 frames exact (not finite), "
+        "tp all_reduce: taco_fp8 group 128, relative L2 error 0.0265 per rounding, ratio 2.35; 12 of 4800 frames exact (not finite), "
         "0 exact (smaller), 2 exact (another reason)"
     ) in lines
     unsampled = "round mantissa 3, no frame sampled, ratio 1.00; 0 of 0 frames exact (not finite), 0 exact (smaller)"
