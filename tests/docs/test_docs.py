@@ -162,6 +162,16 @@ def test_readme_is_short_and_keeps_its_order() -> None:
     assert "slower" in rows[-1] and "a model" in rows[-2], "a row where it loses, and one that nobody has measured"
 
 
+def test_benchmarks_begin_with_five_measured_jobs_whose_figures_stand_in_their_sections() -> None:
+    page = (ROOT / "docs" / "benchmarks.md").read_text()
+    rows = section(ROOT / "docs" / "benchmarks.md", "front").splitlines()[2:]
+    assert len(rows) == 5 and "slower" in rows[-1] and page.index("begin front") < page.index("\n## ")
+    for row in rows:
+        place, plain, coded = re.search(r"\(#(.+?)\).*?\| (\d+) \| (\d+) \|", row).groups()  # type: ignore[union-attr]
+        part = next(one for one in page.split("\n## ") if _anchor(one.split("\n")[0]) == place)
+        assert f"| {plain} |" in part and f"| {coded} |" in part, row
+
+
 def test_drawings_are_those_of_their_script() -> None:
     for path, text in drawing.files().items():
         assert path.read_text() == text, f"{path.name}: run python docs/generate.py"
@@ -306,10 +316,13 @@ def _code(text: str) -> str:
     return "\n".join([*spans, *blocks])
 
 
+def _anchor(heading: str) -> str:
+    """The anchor of a heading, as GitHub and mkdocs make it."""
+    return re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-")
+
+
 def _anchors(page: Path) -> set[str]:
-    """The anchors of a page's headings, as GitHub and mkdocs make them."""
-    headings = re.findall(r"^#+ (.+)$", page.read_text(), re.MULTILINE)
-    return {re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-") for heading in headings}
+    return set(map(_anchor, re.findall(r"^#+ (.+)$", page.read_text(), re.MULTILINE)))
 
 
 @pytest.mark.parametrize("page", [*PAGES, *OTHERS], ids=name)
