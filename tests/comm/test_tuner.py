@@ -97,6 +97,25 @@ def test_the_first_call_of_a_block_warms_up(monkeypatch: pytest.MonkeyPatch) -> 
     assert len(bench.told) == 1 and bench.told[0].startswith("plain from call ")
 
 
+def test_saved_is_plain_less_the_planned_call_once_a_trial_has_timed_both(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the first one the median of the plain calls is 4. The median deviation of all seven is 2."""
+    seconds = {PLAIN: itertools.chain([9.0, 3.0, 3.0, 3.0, 5.0, 5.0, 5.0], itertools.repeat(4.0)), RAW: 2.0, CODED: 1.0}
+    bench = settled(monkeypatch, seconds, (2, 4))
+    assert bench.tuner.saved() is None, "nothing is decided"
+    bench.call(seconds)
+    assert bench.tuner.saved() == (3.0, pytest.approx(1.86 * 2 / math.sqrt(7)))
+    while bench.call(seconds)[0] is not RAW:
+        pass
+    assert bench.tuner.saved() == (2.0, pytest.approx(1.86 * 2 / math.sqrt(7))), "of the call that runs"
+    while bench.call(seconds)[0] is not PLAIN:
+        pass
+    assert bench.tuner.saved() == (0.0, 0.0)
+    for plans in ((RAW, CODED), (PLAIN, CODED)):
+        other = Bench(monkeypatch, plans)
+        other.run(len(plans) * trial.TRIAL_CALLS + SOON, {PLAIN: NAN, RAW: 2.0, CODED: 1.0})
+        assert other.tuner.saved() is None, "no plain call, or none that counts"
+
+
 def test_one_rank_that_has_not_met_delays_all(monkeypatch: pytest.MonkeyPatch) -> None:
     """This rank has met all others at every call, another has not met at one."""
     bench = Bench(monkeypatch)

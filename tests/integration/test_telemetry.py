@@ -86,6 +86,28 @@ def test_table() -> None:
     ]
 
 
+def test_the_last_line_has_the_time_saved(capsys: pytest.CaptureFixture[str]) -> None:
+    """Per optimizer step and in all, and nothing where no trial has timed anything."""
+
+    def last() -> str:
+        table.show("at the end")
+        return (
+            capsys.readouterr()
+            .out.splitlines()[-1]
+            .removeprefix("[ds_zipccl] time saved, plain less coded by the times of trials: ")
+        )
+
+    counters.record("dp", "all_reduce", 3000, 2000)
+    for _ in range(4):
+        counters.record_saved("")
+    assert last() == "not measured"
+    for seconds in (0.03, 0.03, -0.02):
+        counters.record_saved("calls", seconds, 0.01)
+    assert last() == "0.01 s per step, 0.04 s in all, +- 0.03 s, in 3 calls"
+    counters.record_saved("steps", 0.5, 0.1)
+    assert last().endswith("; 0.12 s per step, 0.5 s in all, +- 0.1 s, in 1 steps")
+
+
 LEGEND = {
     "agreement": "agreement: ranks agree on sizes or earlier values before gathers; plain communication sends no such message",
     "shards": "shards: this rank's parts of gathered tensors, where others may hold those of an earlier gather",
