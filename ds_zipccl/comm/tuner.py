@@ -118,7 +118,7 @@ class Tuner:
     def saved(self) -> tuple[float, float] | None:
         """Return the seconds that the planned call takes less than the plain collective, for nominal bytes, with the standard error; None
         unless trials have timed both."""
-        if self._told is None or self._candidates[0].frames:  # the plain collective is the first candidate, or none
+        if self._told is None or self._waiting or self._candidates[0].frames:  # plain is the first, or none
             return None
         gain = self._trial.estimates[0] - self._trial.estimates[self._planned]
         error = math.hypot(*(self._errors.get(index, math.inf) for index in {0} ^ {self._planned}))

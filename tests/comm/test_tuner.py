@@ -309,12 +309,13 @@ def test_a_review_of_differences_waits_as_well(monkeypatch: pytest.MonkeyPatch) 
     """New tensors come when the choice itself is to be tried again: longer than until the next check would have been."""
     monkeypatch.setattr(trial, "REVIEW_CHECKS", (1, 1))
     monkeypatch.setattr(trial, "CHECK_CALLS", (10, 20))
-    bench, seconds = Bench(monkeypatch, (RAW, DELTA)), {RAW: 1.5, DELTA: 1.0}
+    bench, seconds = Bench(monkeypatch, (PLAIN, DELTA)), {PLAIN: 1.5, DELTA: 1.0}
     tuner = bench.tuner
     while not (bench.told and tuner._exchange and tuner._calls == tuner._due + trial.DELAY_CALLS[0]):
         bench.call(seconds, "old")
     assert [bench.call(seconds, tensor) for tensor in range(50)] == [(DELTA, False)] * 50
-    assert [bench.call(seconds, 0)[1] for _ in range(3)] == [False, True, True]
+    assert tuner.saved() is None, "the call goes in full"
+    assert [bench.call(seconds, 0)[1] for _ in range(3)] == [False, True, True] and tuner.saved() == (0.5, 0.0)
 
 
 # ---- times of all ranks ------------------------------------------------------------------------------------------------
