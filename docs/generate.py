@@ -360,6 +360,7 @@ SECTIONS: dict[str, Section] = {
     "cuda_static": measured.cuda_static,
     "doctor": trained.doctor,
     "figures": trained.figures,
+    "front": trained.front,
     "jobs": jobs,
     "forecast": measured.forecast,
     "forecast_nccl": modelled.forecast,

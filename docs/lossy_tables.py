@@ -48,7 +48,7 @@ def sizes(page: Path) -> str:
         lines.append((name, *(f"{one:.1f}" for one in bits), f"{16 / bits[0]:.2f}", f"{error:.2g}"))
     heads = (
         "codec",
-        *(f"bits a value, {said}" for said in _DATA.values()),
+        *(f"bits per value, {said}" for said in _DATA.values()),
         "ratio on gradients",
         "relative L2 error, at most",
     )

@@ -109,13 +109,13 @@ LOSSY_TENSORS = ("act.forward", "act.backward", "grad.blocks", "moe.dispatch")
 
 
 def lossy(page: Path) -> str:
-    """A line for every tensor and lossy codec: bits, errors, and speeds beside memcpy."""
+    """A line for every tensor and lossy codec: bits, errors, and speeds compared with memcpy."""
     content = results("lossy")
     heads = (
         "tensor",
         "dtype",
         "codec",
-        "bits a value",
+        "bits per value",
         "relative L2 error",
         "error of small values",
         "encode / memcpy",
@@ -137,7 +137,7 @@ def lossy(page: Path) -> str:
 
 
 def rows(page: Path) -> str:
-    """Ratio and speed of row frames beside ordinary frames, by width, share of rows that follow from others, and size."""
+    """Ratio and speed of row frames compared with ordinary frames, by width, share of rows that follow from others, and size."""
     if not (ROOT / "docs" / "results" / "rows.json").exists():
         return "Not measured yet."
     content = results("rows")
@@ -156,7 +156,7 @@ def rows(page: Path) -> str:
 
 
 def sync(page: Path) -> str:
-    """Bytes and speed of weight sync beside the two other ways."""
+    """Bytes and speed of weight sync compared with the two other ways."""
     content = results("sync")
     heads = (
         "changed %",
@@ -183,7 +183,7 @@ def sync(page: Path) -> str:
 
 
 def cuda(page: Path) -> str:
-    """Speed of the CUDA kernels, or the statement that nobody has measured it."""
+    """Speed of the CUDA kernels, or the statement that it is not measured."""
     if not (ROOT / "docs" / "results" / "cuda.json").exists():
         return (
             "Not measured yet. The kernels compile for four architectures without spills, and the tests run their source on the CPU. "
@@ -295,7 +295,7 @@ def _on_nccl(comm: dict[str, Any], train: dict[str, Any]) -> Iterator[str]:
             )
             for row in train["rows"]
         )
-        heads = (*keys, "step ms", "logical bytes", "wire bytes", "host waits a step", "parameters")
+        heads = (*keys, "step ms", "logical bytes", "wire bytes", "host waits per step", "parameters")
         problems = [problem for verdict in train["verdicts"] for problem in verdict["problems"]]
         yield f"Trainings over NCCL; bits: {'; '.join(problems) or 'equal'}.\n\n" + table(heads, rows)
 

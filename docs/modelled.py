@@ -99,12 +99,12 @@ def gains(page: Path) -> str:
 
 #: What is counted -> its key in the rows of :mod:`ds_zipccl.benchmarks.comm.counted`, and its format.
 _COUNTED = {
-    "host waits a step": ("waits_step", "d"),
-    "host waits a bucket": ("waits_bucket", "d"),
+    "host waits per step": ("waits_step", "d"),
+    "host waits per bucket": ("waits_bucket", "d"),
     "fragments a layer": ("fragments_layer", "d"),
     "exchanges a bucket": ("collectives_bucket", "d"),
-    "calls of kernels a layer": ("launches_layer", "d"),
-    "calls of kernels a bucket": ("launches_bucket", "d"),
+    "calls of kernels per layer": ("launches_layer", "d"),
+    "calls of kernels per bucket": ("launches_bucket", "d"),
     "GB that a node sends to others": ("sent_gb", ".1f"),
     "the same by NCCL's rings": ("plain_gb", ".1f"),
     "staging buffers, MiB": ("staging_mib", ".0f"),

@@ -52,7 +52,7 @@ def beyond(page: Path) -> str:
 
 
 def doctor(page: Path) -> str:
-    """Predictions of the doctor beside trainings."""
+    """Predictions of the doctor compared with trainings."""
     content = results("doctor")
     keys = ("comm", "comm_predicted", "comm_off", "step", "step_predicted", "step_off")
     rows = ((row["workload"], row["link"], *(f"{row[key]:.2f}" for key in keys)) for row in content["rows"])
@@ -90,7 +90,7 @@ def _lossy(content: dict[str, Any]) -> str:
     lines = (["-" if row.get(key) is None else text(row[key]) for key, text in shown.values()] for row in rows)
     far = [(name, found) for verdict in content["verdicts"] for name, found in verdict["changed"].items()]
     said = [
-        f"by up to {found['largest']:.2g} with `{name}`, the last one by {found['last']:.2g}" for name, found in far
+        f"by up to {found['largest']:.2g} with `{name}`, the last loss by {found['last']:.2g}" for name, found in far
     ]
     return f"{provenance(content)}\n\n{table(shown, lines)}\n\nLosses are off {'; '.join(said)}."
 
@@ -139,7 +139,7 @@ def deviations(content: dict[str, Any]) -> str:
     problems = [problem for verdict in content["verdicts"] for problem in verdict["problems"]]
     said = f"Wrong: {'; '.join(problems)}." if problems else "Our losses and parameters have DeepSpeed's bits."
     far = [(verdict["link"], verdict["deviation"]) for verdict in content["verdicts"] if verdict["deviation"]]
-    words = (f"by up to {found['largest']:.2g} on {link} (the last one by {found['last']:.2g})" for link, found in far)
+    words = (f"by up to {found['largest']:.2g} on {link} (the last loss by {found['last']:.2g})" for link, found in far)
     return f"{said} Losses of ZeRO++ are off {', '.join(words)}." if far else said
 
 
@@ -211,7 +211,7 @@ def lora_title(rows: dict[tuple[str, str], dict[str, Any]], link: str, size: str
     plain = (f"{rows[place, 'plain']['step_ms']:.0f}" for place in (link, "loopback"))
     return (
         f"**LoRA under ZeRO-3 over {_link(link)} at {pace}**: a Llama of {size} parameters, {there['ranks']} CPU ranks, gloo: "
-        f"{there['step_ms']:.0f} ms a step, {here['step_ms']:.0f} on one node; DeepSpeed {' and '.join(plain)}. Gathers send "
+        f"{there['step_ms']:.0f} ms per step, {here['step_ms']:.0f} on one node; DeepSpeed {' and '.join(plain)}. Gathers send "
         f"{there['gather_ratio']:.0f} times fewer bytes from the second step on; {bits}"
     )
 
@@ -239,25 +239,38 @@ def figures(page: Path) -> str:
     return "\n".join(lines)
 
 
-#: The README's jobs that were trained: results file, and the fields that choose the rows. The last one is slower with ds_zipccl.
-_JOBS: tuple[tuple[str, str, dict[str, Any]], ...] = (
-    ("LoRA, ZeRO-3", "train_lora", {"link": "1gbit"}),
-    ("LoRA, FSDP2", "train_fsdp2_lora", {"link": "1gbit"}),
-    ("fine-tuning, ZeRO-3, `zero3_base` host", "train_finetune", {}),
-    ("training, ZeRO-2", "train_zero2", {}),
-    ("MoE, ZeRO-2, 4 of 32 experts", "train_moe", {"workload": "qwen", "link": "100mbit"}),
-    ("one node, ZeRO-3", "train", {"workload": "zero3", "link": "loopback"}),
+_LOOPBACK = "trainings-on-loopback-and-on-a-slow-link"
+#: The jobs of the short tables: results file, fields that choose the rows, and the section of benchmarks.md, "" where the front page
+#: leaves the job out. The last job is slower with ds_zipccl.
+_JOBS: tuple[tuple[str, str, dict[str, Any], str], ...] = (
+    ("LoRA, ZeRO-3", "train_lora", {"link": "1gbit"}, "lora-under-zero-3"),
+    ("LoRA, FSDP2", "train_fsdp2_lora", {"link": "1gbit"}, ""),
+    ("fine-tuning, ZeRO-3, `zero3_base` host", "train_finetune", {}, "fine-tuning-at-2e-5"),
+    ("training, ZeRO-2", "train_zero2", {}, "trainings-with-differences"),
+    ("MoE, ZeRO-2, 4 of 32 experts", "train_moe", {"workload": "qwen", "link": "100mbit"}, "mixtures-of-experts"),
+    ("one node, ZeRO-3", "train", {"workload": "zero3", "link": "loopback"}, _LOOPBACK),
 )
+
+
+def _job(name: str, wanted: dict[str, Any]) -> tuple[dict[str, dict[str, Any]], tuple[str, ...]]:
+    """The variants of a job, and its cells: link, milliseconds of a plain and of a coded step, times faster."""
+    found = _variants(name, **wanted)
+    gain = found["coded"]["speedup"]
+    times = (f"{found[variant]['step_ms']:.0f}" for variant in ("plain", "coded"))
+    return found, (_link(found["coded"]["link"]), *times, f"**{gain:.2f}{'' if gain >= 1 else ': slower'}**")
 
 
 def jobs(more: Sequence[Sequence[str]]) -> str:
     """The README's table of jobs. ``more``: rows of other sources."""
     rows: list[Sequence[Any]] = []
-    for text, name, wanted in _JOBS:
-        found = _variants(name, **wanted)
-        plain, coded = found["plain"], found["coded"]
-        speedup = f"**{coded['speedup']:.2f}{'' if coded['speedup'] >= 1 else ': slower'}**"
-        other = f"{found['zeropp']['speedup']:.2f}" if "zeropp" in found else "-"
-        rows.append((text, _link(coded["link"]), *(f"{row['step_ms']:.0f}" for row in (plain, coded)), speedup, other))
-    heads = ("your job", "network", "plain, ms a step", "ds_zipccl, ms", "speed-up", "ZeRO++ instead (lossy)")
+    for text, name, wanted, _ in _JOBS:
+        found, cells = _job(name, wanted)
+        rows.append((text, *cells, f"{found['zeropp']['speedup']:.2f}" if "zeropp" in found else "-"))
+    heads = ("your job", "network", "plain, ms per step", "ds_zipccl, ms", "speed-up", "ZeRO++ instead (lossy)")
     return table(heads, [*rows[:-1], *more, rows[-1]])
+
+
+def front(page: Path) -> str:
+    """The front page of the benchmarks: five jobs, each with a link to the table that its row comes from."""
+    rows = ((f"[{text}](#{place})", *_job(name, wanted)[1]) for text, name, wanted, place in _JOBS if place)
+    return table(("job", "link", "plain step, ms", "coded step, ms", "times faster"), rows)

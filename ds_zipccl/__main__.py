@@ -25,7 +25,7 @@ COMMANDS: dict[tuple[str, ...], tuple[str, str]] = {
         "link, codec and hooks on the real ranks of a job, and the gain expected for its config",
     ),
     ("analyze",): ("cli.analyze", "entropy, bound and ratio of the tensors of a file, or of synthetic data"),
-    ("bench", "codec"): ("benchmarks.codec.bench", "ratio and speed of compress and decompress, beside memcpy"),
+    ("bench", "codec"): ("benchmarks.codec.bench", "ratio and speed of compress and decompress, compared with memcpy"),
     ("bench", "comm"): (
         "benchmarks.comm.bench",
         "time, bandwidth and bytes of collectives: plain, our schedule, compressed",
@@ -36,7 +36,7 @@ COMMANDS: dict[tuple[str, ...], tuple[str, str]] = {
     ),
     ("bench", "sync"): (
         "benchmarks.sync",
-        "bytes and speed of weight sync, beside pairs of index and value and XOR with zstd",
+        "bytes and speed of weight sync, compared with pairs of index and value and XOR with zstd",
     ),
     ("steps",): ("cli.steps", "ratios over a training, from its step logs"),
     ("plan",): ("cli.plan", "predicted communication time of a training step; --validate compares with this machine"),

@@ -38,7 +38,7 @@ ENVIRONMENT = {
     "LOCAL_RANK": "Rank on this node, set by the launcher: the number of its CUDA device, as for DeepSpeed. Rank 0 alone prints notes "
     "about the kernel folder.",
     "LOCAL_WORLD_SIZE": "Ranks of this node, set by the launcher; examples/zeropp.py makes them the groups of hpZ.",
-    "RANK": "Rank in the job, set by the launcher; `doctor` and examples/train_gpt.py start ranks by themselves where it is unset.",
+    "RANK": "Rank in the job, set by the launcher; `doctor` and examples/train_gpt.py start the ranks where it is unset.",
     "WORLD_SIZE": "Ranks of the job, set by the launcher; `doctor` names the number.",
     "MASTER_ADDR": "Address at which ranks meet, set by the launcher; `doctor` names it where they do not.",
     "MASTER_PORT": "Port at which ranks meet, set by the launcher, as MASTER_ADDR.",

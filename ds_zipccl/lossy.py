@@ -79,7 +79,7 @@ class Int(LossyCodec):
 
 @dataclass(frozen=True)
 class Zfp(LossyCodec):
-    """The published ZFP stream in one dimension, ``rate`` bits a value."""
+    """The published ZFP stream in one dimension, ``rate`` bits per value."""
 
     rate: int = 8
 

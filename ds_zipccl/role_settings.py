@@ -39,7 +39,7 @@ COVERED: dict[str, tuple[str, ...]] = {
     "forward": ("forward",),
     "backward": ("backward",),
 }
-#: Modes beside a codec.
+#: Modes with a codec.
 MODES = ("auto", "always")
 
 
@@ -157,7 +157,7 @@ def _of_key(place: str, role: str, codec: str, key: str, got: Any) -> Iterator[s
     own, uses = LOSSY_CODECS[codec].wanted, USES.get(codec, {})
     if key == "mode":
         if got == "never":
-            yield f'"{place}" must be {_list(MODES)} beside a codec, got "never"; write "{role}": "never" for plain, exact traffic'
+            yield f'"{place}" must be {_list(MODES)} with a codec, got "never"; write "{role}": "never" for plain, exact traffic'
         elif got not in MODES:
             yield f'"{place}" must be {_list(MODES)}, got {json.dumps(got)}'
     elif key == "when" and role not in DIRECTED_ROLES:
@@ -167,7 +167,7 @@ def _of_key(place: str, role: str, codec: str, key: str, got: Any) -> Iterator[s
             yield f'"{place}" must be {_list(tuple(COVERED))}, got {json.dumps(got)}'
     elif key not in own and key not in uses:
         known = (*own, *uses, "mode", *(("when",) if role in DIRECTED_ROLES else ()))
-        beside = f'keys beside "codec": "{codec}": {", ".join(known)}'
+        beside = f'keys next to "codec": "{codec}": {", ".join(known)}'
         yield f'"{place}" is not a known key{hint(key, known)}; {beside}'
     else:
         values = uses[key].values if key in uses else own[key]

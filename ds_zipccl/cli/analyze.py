@@ -13,7 +13,7 @@ Columns (also the keys of the rows in ``--json``). The last row is the total, wi
 
 ``--lossy`` adds a second table (``lossy`` in ``--json``), a row for each tensor and codec, of tensors that a lossy codec takes:
 
-* ``bits``: bits a value, headers included, beside ``lossless``. ``error``: relative L2 error of one rounding, over the finite values.
+* ``bits``: bits per value, headers included, next to ``lossless``. ``error``: relative L2 error of one rounding, over the finite values.
   ``small_error``: mean relative error of the values below a tenth of the root mean square, without zeros.
 * ``wrong``: elements of the decoded frame that differ from the rounded values, or that were NaN or infinite and are not the same any more.
 

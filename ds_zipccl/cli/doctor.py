@@ -16,14 +16,14 @@ Lines:
 * hooks: the modules of DeepSpeed that the package has adjusted in these processes. A missing hook has its reason.
 * job: the traffic that will be coded here, values that the config leaves open, and features whose traffic bypasses the package.
 * expected: a table with a line for each kind of traffic of a step, by the model of ``plan`` with this config, this link and ``--params``.
-  plain_ms: the backend's own schedules. coded_ms: ours, compressed; on NCCL groups those that the job chooses. choice: the schedule of the
+  plain_ms: the backend's own schedules. coded_ms: coded schedules; on NCCL groups those that the job chooses. choice: the schedule of the
   mode of the role, by which ms follows; reason: why a line passes. Mode auto also has raw frames, which are not predicted.
 
 Roles other than zero_param and zero_grad depend on the layers of the model and are not predicted. The ratio is that of ``--sample``,
 tensors as the job sends them, else of normal values; the ratio of differences is 4 unless ``--delta-ratio`` says otherwise. The step is
 predicted from ``--step-ms`` alone: the time of a step without communication, as measured by the user. Communication that overlaps with
 computing, as the gathers of ZeRO-3 may, costs less than predicted, coded or not. Several ranks of a node share a link: predictions are of
-one rank a node. Ranks of one machine share its cores and its loopback too, and a line says that the expectation does not hold there.
+one rank per node. Ranks of one machine share its cores and its loopback too, and a line says that the expectation does not hold there.
 
 ``--trainable`` is for LoRA and partial fine-tuning, as in ``plan``: only these parameters have gradients, and gathers of the frozen rest
 are copies (choice "copies") from the second step on.
@@ -225,7 +225,9 @@ def _predict(args: argparse.Namespace, found: Ranks, measured: LinkProfile | Set
     pipelined = bool(job.content.get("pipeline"))
     notes = [*job.notes, *bypassed.lines(bypassed.Facts(job.content, device, backend, pipelined))]
     if 1 < found.nodes < ranks and not found.streams:
-        notes.append(f"{ranks} ranks share the links of {found.nodes} nodes: the prediction is that of one rank a node")
+        notes.append(
+            f"{ranks} ranks share the links of {found.nodes} nodes: the prediction is that of one rank per node"
+        )
     for note in notes:
         tables.say(f"       {note}")
     reason = "no --params" if args.params is None else job_plan.unpredicted(job, device, backend, settled)
@@ -246,7 +248,7 @@ def _predict(args: argparse.Namespace, found: Ranks, measured: LinkProfile | Set
     if found.nodes == 1 and not found.streams:
         shared = f"{ranks} ranks share the cores of one machine{'' if args.link[0] else ' and its loopback'}"
         why = f"{shared}, where coding takes time from computing"
-        notes.append(f"this does not hold here: {why}; it is for one rank a node")
+        notes.append(f"this does not hold here: {why}; it is for one rank per node")
         tables.say(f"       {notes[-1]}")
     return {
         "rows": rows,

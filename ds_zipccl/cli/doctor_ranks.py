@@ -186,6 +186,8 @@ def meet(check: Callable[[], str], patience: float) -> Ranks:
     """
     import torch.distributed as dist
 
+    from ds_zipccl.integration import start_line
+
     try:
         text, error = check(), ""
     except Exception as problem:  # of any kind: the other ranks wait for this report
@@ -196,8 +198,9 @@ def meet(check: Callable[[], str], patience: float) -> Ranks:
         store, rank, ranks = next(meeting)
         store.set_timeout(wait)
         hooks = hooks_found()
+        groups = " ".join(start_line.device_here()) if importlib.util.find_spec(DEEPSPEED) else "cpu gloo"
         mine = RankReport(
-            socket.gethostname(), _printable(error), hashlib.sha256(text.encode()).hexdigest(), _groups(), hooks
+            socket.gethostname(), _printable(error), hashlib.sha256(text.encode()).hexdigest(), groups, hooks
         )
         keys = [f"ds_zipccl/doctor/{peer}" for peer in range(ranks)]
         store.set(keys[rank], mine.to_bytes())
@@ -228,17 +231,10 @@ def meet(check: Callable[[], str], patience: float) -> Ranks:
             )
     met = Ranks(rank, reports)
     if met.streams:
-        accelerator = importlib.import_module("deepspeed.accelerator").get_accelerator()
-        accelerator.set_device(int(os.environ.get("LOCAL_RANK", rank)))
+        start_line.set_device(int(os.environ.get("LOCAL_RANK", rank)))
     backend = met.groups[1] if met.streams else "gloo"
     dist.init_process_group(backend, store=store, rank=rank, world_size=ranks, timeout=wait)
     return met
-
-
-def _groups() -> str:
-    from ds_zipccl.integration.start_line import device_here
-
-    return " ".join(device_here()) if importlib.util.find_spec(DEEPSPEED) else "cpu gloo"
 
 
 def settle(config: ZipcclConfig, device: str) -> Settled | None:

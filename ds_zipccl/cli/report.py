@@ -3,7 +3,7 @@
 A section that fails shows the reason in its place, and the rest is printed. The exit status is 1 and the last line says so if no CPU
 route works, if there is a CUDA device and no CUDA route works, if a route for a device named by ``--require`` does not work, or if that
 named by ``--route`` does not. Every route is tried: the first report may build the native ones, which takes a while. Rows in ``--json``:
-``device``, ``route``, ``usable``, ``reason``; beside them one key a section.
+``device``, ``route``, ``usable``, ``reason``; in addition one key per section.
 """
 
 from __future__ import annotations

@@ -136,7 +136,7 @@ def _processor() -> str:
 
 
 def _number(text: str) -> float:
-    """The number that a text is; NaN where it is none."""
+    """The number that a text is; NaN where it is no number."""
     try:
         return float(text)
     except ValueError:

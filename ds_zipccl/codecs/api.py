@@ -335,7 +335,7 @@ def region_hash(tensor: torch.Tensor, *, key: bytes = NO_KEY, route: str = "auto
 
     Args:
         tensor: any dtype and shape.
-        key: 16 random bytes that both ranks know, and nobody who chooses the words.
+        key: 16 random bytes that both ranks know, secret to whoever chooses the words.
         route: kernels to use, see :data:`ds_zipccl.kernels.ROUTES`.
 
     Raises:

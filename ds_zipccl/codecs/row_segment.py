@@ -39,7 +39,7 @@ class RowSegment:
             compared before they are rounded, and no row is scaled. Words are then bfloat16, float16 or float32.
         route: kernels to use.
         scratch: gives memory, (elements, dtype, device) -> flat tensor, contents undefined, for as long as the segment is used: 12 to 24
-            bytes a row, and three times the scaled rows of the largest frame.
+            bytes per row, and three times the scaled rows of the largest frame.
 
     Raises:
         ValueError: a width that no frame has, too many rows, or words of a dtype that is not rounded.

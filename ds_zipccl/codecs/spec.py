@@ -126,7 +126,7 @@ def lossy_format(
 class CodecSpec(PayloadSpec):
     """One codec that callers choose by its name. Its module makes the entry, :mod:`ds_zipccl.codecs.registry` lists it.
 
-    Codecs that share a ``frame_id`` write one payload format and decode alike; they differ in what their encoder chooses.
+    Codecs that share a ``frame_id`` write one payload format and share its decoder; they differ in what their encoder chooses.
     Tensors of a dtype that is not in ``dtypes`` become raw frames.
     A parameter of a codec, such as a number of bits, is bound into ``encode`` by the codec's module.
     """

@@ -86,6 +86,9 @@ def decide(request: Request) -> Choice:
     if tuner.decided is not None:
         _follow_link(request, state, tuner, *tuner.decided)
         tuner.decided = None
+    saved = None if request.numel is None else tuner.saved()  # one rank's own bytes say nothing of the time of all
+    if saved is not None:
+        counters.record_saved("calls", *(each * request.nbytes() / tuner.nominal for each in saved))
     if timer is not None:
         timer.nbytes = request.nbytes()
     if tuner.trying and not decision.frames:

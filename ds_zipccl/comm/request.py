@@ -134,7 +134,7 @@ class Request:
                 lossy = None
             if lossy is not None and (self.based or self.agreed):
                 raise ValueError(
-                    f"{self.op}: got lossy={lossy} beside a base or agreed sizes, which are for parameters and exact; leave one of them out"
+                    f"{self.op}: got lossy={lossy} with a base or agreed sizes, which are for parameters and exact; leave one of them out"
                 )
             self.options = self.options._replace(lossy=lossy)
         if self.sum.op is not None and lossy is not None:  # in fp32 and in one level, whatever the config says
@@ -291,10 +291,7 @@ def shadow_of(request: Request, lossy: LossyCodec | None = None) -> AnyShadow | 
 
 
 def compare_by(
-    call: Call,
-    shadow: AnyShadow,
-    outputs: Sequence[torch.Tensor],
-    tell: Callable[[str], Mapping[int, str]],
+    call: Call, shadow: AnyShadow, outputs: Sequence[torch.Tensor], tell: Callable[[str], Mapping[int, str]]
 ) -> None:
     """As :func:`compare_on_all_ranks`, of operations in any order. ``tell`` returns the text of every rank of the group: a collective."""
     try:

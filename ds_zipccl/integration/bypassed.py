@@ -90,7 +90,7 @@ FEATURES = (
     Feature(
         "DeepCompile",
         "`compile.deepcompile` with ZeRO-1, ZeRO-2 or ZeRO-3, without the passes `autosp` and `autotp`",
-        "after engine.compile() gradients, and with ZeRO-3 gathers, go by NCCL calls of its own, plain",
+        "after engine.compile() gradients, and with ZeRO-3 gathers, go by its own NCCL calls, plain",
         "set compile.deepcompile to false; engine.compile() without it is coded",
         _deepcompile,
         of_zero=True,
@@ -98,14 +98,14 @@ FEATURES = (
     Feature(
         "DeepEP",
         '`expert_parallel.comm_backend` is `"deepep"`, with `autoep_size` above 1',
-        "the rows of experts go by kernels of its own, plain",
+        "the rows of experts go by its own kernels, plain",
         'set expert_parallel.comm_backend to "comm"',
         _deepep,
     ),
     Feature(
         "CCLBackend",
         "the name of DeepSpeed's backend",
-        "sums and broadcasts go by oneCCL calls of its own, the rest by ccl groups of torch: nothing is coded",
+        "sums and broadcasts go by its own oneCCL calls, the rest by ccl groups of torch: nothing is coded",
         "none on XPU; on CPUs remove oneccl_bindings_for_pytorch: DeepSpeed then takes gloo, which is coded",
         lambda facts: facts.backend == "ccl",
     ),
@@ -151,7 +151,7 @@ FEATURES = (
         lambda facts: bool(_OF_TORCH & facts.classes),
     ),
     Feature(
-        "DDP, FSDP or DTensor beside the engine, `torch.distributed.nn`",
+        "DDP, FSDP or DTensor outside of the engine, `torch.distributed.nn`",
         "not recognized",
         "their traffic goes over torch's process groups, plain",
         "[`torch_distributed`](configuration.md#direct-calls-of-torchdistributed) codes direct calls of tensor and sequence parallelism",

@@ -111,7 +111,7 @@ def _calls(
 
 
 def _words(seed: int, numel: int) -> torch.Tensor:
-    """Return words that every rank draws alike: of weights, with changing scales, zeros and some that are not finite."""
+    """Return words that are equal on all ranks: of weights, with changing scales, zeros and some that are not finite."""
     generator = torch.Generator().manual_seed(seed)
     words = tensors.empty(numel, torch.float32).normal_(0, 0.02, generator=generator).bfloat16()
     words[numel // 2 : numel // 2 + 4096] = 0

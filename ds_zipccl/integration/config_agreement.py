@@ -59,7 +59,7 @@ def agree(text: str, timeout: timedelta) -> None:
 
 
 def _with_version(text: str) -> str:
-    """Return ``text`` with the version of the package: ranks choose schedules by themselves, and only one version chooses alike."""
+    """Return ``text`` with the version of the package: ranks choose schedules by themselves, and only equal versions choose equally."""
     section = json.loads(text)
     if not isinstance(section, dict):  # no rank accepts it, once all have compared theirs
         section = {"section": section}

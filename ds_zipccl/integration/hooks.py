@@ -67,7 +67,7 @@ def _configure(original: Callable[..., Any], deepspeed_config: Any = None, *args
 
 def _say_not_adopted(backend: Any, param_dict: Mapping[str, Any]) -> None:
     """Print, on rank 0 of a job that asks for coding, that a backend of DeepSpeed is not ours. ``CCLBackend`` stays as it is: its sums and
-    broadcasts are calls of oneCCL, which ours would replace by calls of torch, and no schedule of ours runs on a ccl group."""
+    broadcasts are calls of oneCCL, which ours would replace by calls of torch, and no coded schedule runs on a ccl group."""
     section = overriding_section()
     section = param_dict.get(SECTION) if section is None else section
     if section is not None and parse_section(section).enabled and torch.distributed.get_rank() == 0:
@@ -106,7 +106,7 @@ def _backend() -> Any:
 
 
 def _job() -> Job | None:
-    """Return the job of this process, None while DeepSpeed has no backend of ours."""
+    """Return the job of this process, None while DeepSpeed lacks ZipcclBackend."""
     backend = _backend()
     return backend.job if isinstance(backend, ZipcclBackend) else None
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from types import MappingProxyType
+from typing import Any
 
 import torch
 from torch.distributed import distributed_c10d
@@ -49,8 +50,16 @@ def coverage_here(config: ZipcclConfig) -> str:
 
 def device_here() -> tuple[str, str]:
     """Return the type of device that DeepSpeed chooses here, and the backend of its groups."""
-    accelerator = importlib.import_module("deepspeed.accelerator").get_accelerator()
-    return accelerator.device_name(), accelerator.communication_backend_name()
+    return _accelerator().device_name(), _accelerator().communication_backend_name()
+
+
+def set_device(number: int) -> None:
+    """Let this process use the device of that number, as DeepSpeed does with a local rank."""
+    _accelerator().set_device(number)
+
+
+def _accelerator() -> Any:
+    return importlib.import_module("deepspeed.accelerator").get_accelerator()
 
 
 def groups_here() -> list[Group]:

@@ -232,7 +232,7 @@ class PassReason(Enum):
     SMALL_GAIN = (
         "gain below a host wait",
         "An all-to-all on an NCCL group in mode auto: coding it would save less than three times the time for which the host waits for "
-        "the sizes of frames. Of uneven ones, and of those whose data do not shrink, one call in 32 is coded, to look again.",
+        "the sizes of frames. Of uneven ones, and of those whose data do not shrink, every 32nd call is coded, to measure again.",
         'None is needed. `"mode": "always"` codes the message all the same, to compare.',
     )
     TO_ITSELF = ("to itself", "A rank sends to itself.")

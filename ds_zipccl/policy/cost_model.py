@@ -273,7 +273,7 @@ _TRANSFORMED_BITS = 6.70
 _TACO_MANTISSA = 3
 _TACO_ERROR = 0.0265
 _INT_ERRORS = {8: 0.0065, 6: 0.0266, 4: 0.118}
-#: Error of ``zfp`` at 8 bits a value; every further bit halves the error (measured on normal values).
+#: Error of ``zfp`` at 8 bits per value; every further bit halves the error (measured on normal values).
 _ZFP_ERROR_AT_8 = 0.055
 
 
@@ -291,7 +291,7 @@ def lossy_size(codec: LossyCodec, dtype: str, lossless_bits: float) -> LossySize
 
     Args:
         dtype: torch's name of a dtype of :data:`_MANTISSA`.
-        lossless_bits: bits a value of the lossless codec on the same tensor.
+        lossless_bits: bits per value of the lossless codec on the same tensor.
     """
     if isinstance(codec, Round):
         # The lossless coding sends the mantissa whole: every bit that rounding clears is a bit less. No more is cleared than there is.
@@ -316,7 +316,7 @@ WORTH_BELOW = 0.85
 
 
 def send_may_gain(nbytes: int, dtype: Any, profile: LinkProfile, staging: int) -> bool:
-    """Return whether a send of ``nbytes`` goes as a message of ours, which can fall back to raw. ``staging``: bytes of memory for
+    """Return whether a send of ``nbytes`` goes as a coded message, which can fall back to raw. ``staging``: bytes of memory for
     frames. Equal on both sides.
 
     Raw, our message never beats a plain send. So the plain send is left where the model sees no clear gain.

@@ -18,7 +18,7 @@ from ds_zipccl.sync.errors import SyncError, SyncErrorCode
 def save(frames: Iterable[Any], f: str | os.PathLike[str] | BinaryIO) -> int:
     """Write a message to a file or a stream, part by part as it is packed; blocks.
 
-    A file is written under another name beside it, and takes its name when it is complete and on the disk.
+    A file is written under another name in the same folder, and takes its name when it is complete and on the disk.
 
     Args:
         frames: the parts, as :meth:`Sender.pack` gives them.

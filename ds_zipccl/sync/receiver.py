@@ -64,7 +64,7 @@ class Receiver:
         """The tensors by name, in the sender's order; empty where there is no state.
 
         They are the receiver's own memory. The next message changes them in place, also a full one where dtype and shape stay, so
-        a model that took them by ``load_state_dict(receiver.state, assign=True)`` needs no copy. Nobody else may write to them:
+        a model that took them by ``load_state_dict(receiver.state, assign=True)`` needs no copy. No other code may write to them:
         such an edit is found at the next message for the tensor, which is refused as HASH.
         """
         return {name: self._held.tensor(name) for name in self._held.layout} if self._held.version else {}

@@ -1,4 +1,4 @@
-"""The summary of DeepSpeed's comms logger: logical and wire bytes of coded calls, beside its own table.
+"""The summary of DeepSpeed's comms logger: logical and wire bytes of coded calls, below DeepSpeed's table.
 
 The logger's table has a row for each operation and message size, that of a call's tensor, whether coded or not. It has no column for bytes
 on the wire. No row may be added: its breakdown of stragglers is a collective for each row, and wire bytes differ between ranks. So the rows

@@ -20,6 +20,8 @@ def events(samples: int) -> list[tuple[str, float, int]]:
         "ratio": totals["ratio"],
         "staging_bytes": totals["staging_bytes"],
     }
+    if saved := [seconds for clock, (seconds, *_) in counters.saved().items() if clock]:
+        values["seconds_saved"] = sum(saved)
     found = counters.since_last("events")
     for role, sent in found["roles"].items():
         values[f"{role}/ratio"] = sent["ratio"]

@@ -354,7 +354,7 @@ def test_lossy_gradients_of_a_plan(stage: str, tmp_path: Path, fast: str, capsys
     before, rows = planned(tmp_path, *words), planned(tmp_path, *words, "--gradients", "round:2")
     lossless = 16 / 1.5
     assert content(tmp_path / "outcome.json")["gradients"] == "round mantissa 2"
-    assert "round mantissa 2: 5.67 bits a value instead of 10.67, relative L2 error 0.053" in capsys.readouterr().out
+    assert "round mantissa 2: 5.67 bits per value instead of 10.67, relative L2 error 0.053" in capsys.readouterr().out
     for row, exact in zip(rows[:-2], before[:-2], strict=True):  # all but the total
         lossy = row["what"] == "gradients" and row["variant"] != "plain"
         gain = exact["wire_gb"] / row["wire_gb"]

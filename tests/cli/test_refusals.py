@@ -80,7 +80,7 @@ REFUSED: dict[str, list[tuple[str, str]]] = {
         ("--tflops 400 --hop 1", "--hop, --tflops: the time of a whole step"),
         ("--gradients powersgd", "no codec 'powersgd'"),
         (f"--profile {ROOT}/docs/results/codec.json --ratio 1.5 --gradients zfp:16",
-         "zfp rate 16 takes 16.00 bits a value, without loss it is 10.67: leave --gradients out"),
+         "zfp rate 16 takes 16.00 bits per value, without loss it is 10.67: leave --gradients out"),
     ],
     "plan --params 7e9 --gpus 32 --gpus-per-node 8 --live 0": [
         ("", "NCCL groups want --network"),

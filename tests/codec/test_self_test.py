@@ -124,7 +124,7 @@ MISTAKES: dict[str, tuple[str, Callable[..., Any], str]] = {
     "a wrong constant": ("encode", lambda good, words, code, *more: good.encode(words, "wide", *more),
                          r"encode_bf16_cascade, 16,385 words \(mixed\) at offset 1: (got \d+ bytes|byte \d+ is).*, wanted \w+"),
     "a wrong byte": ("encode", wrong_byte, r"encode_bf16_cascade, 16,385 words \(mixed\) at offset 1"),
-    "a write beside the slot": ("encode", beside_the_slot, r"encode_fp16_cascade, 16,385 words \(mixed\) .* beside the output"),
+    "a write beside the slot": ("encode", beside_the_slot, r"encode_fp16_cascade, 16,385 words \(mixed\) .* outside of the output"),
     "a damaged payload is accepted": ("decode", accepts, "decode_bf16, 16,385 words: a payload with no byte was not refused"),
     "a right payload is refused": ("decode", refuses, "decode_bf16, 16,385 words .*: a right payload was refused: INDEX: planted"),
     "NaNs lose their payload": ("decode", without_payload_of_nans, r"decode_fp32, 16,385 words .*: byte \d+ is 0x\w\w, wanted 0x\w\w"),
@@ -162,7 +162,7 @@ def every_rank(good: Any, staging: Any, table: Any, outs: Any, skip: Any, status
 
 #: Mistakes in the calls of the CUDA backend alone.
 ON_DEVICES: dict[str, tuple[str, Callable[..., Any], str]] = {
-    "a slot too large": ("encode_frames", beyond_capacity, "encode_bf16_cascade into slots, 16,385 words .* beside the output"),
+    "a slot too large": ("encode_frames", beyond_capacity, "encode_bf16_cascade into slots, 16,385 words .* outside of the output"),
     "no NaN for a refused frame": ("decode_frames", without_nans, "decode_bf16 of a wrong magic, .*: byte 0 is 0x5c, wanted 0xff"),
     "another order of sums": ("decode_sum_frames", in_another_order, r"decode_sum_bf16 into fp32, 16,385 words .*: byte \d+ is"),
     "a rank that is not skipped": ("decode_gather", every_rank, r"decode_bf16 of a gather, 16,385 words .*: byte \d+ is .*, wanted 0x5c"),

@@ -34,6 +34,7 @@ from ds_zipccl.comm.tuner import Tuner, TunersBySize
 from ds_zipccl.config import ZipcclConfig
 from ds_zipccl.frame import FrameErrorCode
 from ds_zipccl.ops import OPS
+from ds_zipccl.policy import trial
 from ds_zipccl.policy.admission import Decision, PassReason
 from ds_zipccl.telemetry import counters
 
@@ -635,6 +636,26 @@ def damaged_frames(rank: int, ranks: int) -> None:
     frames.compress = compress
     output = torch.zeros(900, dtype=torch.bfloat16)
     comm.all_gather_into_tensor(output, filled(rank, 300, corpus.BF16, 1), config=SHADOWED)
+
+
+@runner.together(2)
+def time_saved(rank: int, ranks: int) -> None:
+    """Calls after a trial count, by the seconds of their kind and their bytes; uneven exchanges, and calls without a choice, do not."""
+    config, numel = replace(AUTO, min_bytes=0), 48 << 10
+    whole, shard = torch.empty(numel * ranks, dtype=torch.bfloat16), filled(rank, numel, corpus.BF16, 1)
+    for _ in range(40):
+        comm.all_gather_into_tensor(whole, shard, config=config, role="dp")
+        comm.all_gather_into_tensor(whole, shard, config=replace(ALWAYS, min_bytes=0), role="dp")
+        splits = [numel // 2, numel // 2]
+        comm.all_to_all_single(torch.empty_like(shard), shard, splits, splits, config=config, role="ep")
+    (tuner,) = (one for one in group_state(None).of(DecisionMemory).tuners.values() if isinstance(one, Tuner))  # type: ignore[union-attr]
+    assert isinstance(tuner, Tuner) and tuner.nominal == 1 << (2 * numel * ranks).bit_length()
+    assert tuner.saved() is not None
+    assert counters.saved()["calls"][2] == 40 - 3 * trial.TRIAL_CALLS - trial.DELAY_CALLS[0]
+    counters.reset()
+    Tuner.saved = lambda self: (4.0, 1.0)  # type: ignore[method-assign]
+    comm.all_gather_into_tensor(whole, shard, config=config, role="dp")
+    assert counters.saved() == {"calls": (4.0 * whole.nbytes / tuner.nominal, whole.nbytes / tuner.nominal, 1)}
 
 
 test_programs = runner.programs(__name__)

@@ -97,6 +97,25 @@ def test_the_first_call_of_a_block_warms_up(monkeypatch: pytest.MonkeyPatch) -> 
     assert len(bench.told) == 1 and bench.told[0].startswith("plain from call ")
 
 
+def test_saved_is_plain_less_the_planned_call_once_a_trial_has_timed_both(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the first one the median of the plain calls is 4. The median deviation of all seven is 2."""
+    seconds = {PLAIN: itertools.chain([9.0, 3.0, 3.0, 3.0, 5.0, 5.0, 5.0], itertools.repeat(4.0)), RAW: 2.0, CODED: 1.0}
+    bench = settled(monkeypatch, seconds, (2, 4))
+    assert bench.tuner.saved() is None, "nothing is decided"
+    bench.call(seconds)
+    assert bench.tuner.saved() == (3.0, pytest.approx(1.86 * 2 / math.sqrt(7)))
+    while bench.call(seconds)[0] is not RAW:
+        pass
+    assert bench.tuner.saved() == (2.0, pytest.approx(1.86 * 2 / math.sqrt(7))), "of the call that runs"
+    while bench.call(seconds)[0] is not PLAIN:
+        pass
+    assert bench.tuner.saved() == (0.0, 0.0)
+    for plans in ((RAW, CODED), (PLAIN, CODED)):
+        other = Bench(monkeypatch, plans)
+        other.run(len(plans) * trial.TRIAL_CALLS + SOON, {PLAIN: NAN, RAW: 2.0, CODED: 1.0})
+        assert other.tuner.saved() is None, "no plain call, or none that counts"
+
+
 def test_one_rank_that_has_not_met_delays_all(monkeypatch: pytest.MonkeyPatch) -> None:
     """This rank has met all others at every call, another has not met at one."""
     bench = Bench(monkeypatch)
@@ -290,12 +309,13 @@ def test_a_review_of_differences_waits_as_well(monkeypatch: pytest.MonkeyPatch) 
     """New tensors come when the choice itself is to be tried again: longer than until the next check would have been."""
     monkeypatch.setattr(trial, "REVIEW_CHECKS", (1, 1))
     monkeypatch.setattr(trial, "CHECK_CALLS", (10, 20))
-    bench, seconds = Bench(monkeypatch, (RAW, DELTA)), {RAW: 1.5, DELTA: 1.0}
+    bench, seconds = Bench(monkeypatch, (PLAIN, DELTA)), {PLAIN: 1.5, DELTA: 1.0}
     tuner = bench.tuner
     while not (bench.told and tuner._exchange and tuner._calls == tuner._due + trial.DELAY_CALLS[0]):
         bench.call(seconds, "old")
     assert [bench.call(seconds, tensor) for tensor in range(50)] == [(DELTA, False)] * 50
-    assert [bench.call(seconds, 0)[1] for _ in range(3)] == [False, True, True]
+    assert tuner.saved() is None, "the call goes in full"
+    assert [bench.call(seconds, 0)[1] for _ in range(3)] == [False, True, True] and tuner.saved() == (0.5, 0.0)
 
 
 # ---- times of all ranks ------------------------------------------------------------------------------------------------

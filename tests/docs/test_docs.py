@@ -5,8 +5,10 @@ from __future__ import annotations
 import argparse
 import importlib
 import json
+import os
 import re
 import shlex
+import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -17,8 +19,11 @@ from xml.etree import ElementTree
 
 import pytest
 import torch
+import yaml
 from deepspeed.comm.torch import TorchBackend
+from deepspeed.launcher.runner import fetch_hostfile
 from places import EXAMPLES, ROOT
+from torch.distributed.run import get_args_parser
 
 import ds_zipccl
 from ds_zipccl.__main__ import parse
@@ -126,7 +131,7 @@ def test_the_first_figure_says_what_was_measured(ms: float, words: str) -> None:
     title = trained.lora_title(rows, "1gbit", "60M", equal=True)
     assert title.startswith(f"**LoRA under ZeRO-3 over 1 Gbit/s {words}**: a Llama of 60M parameters, 2 CPU ranks")
     assert "bit for bit" in title and "bit for bit" not in trained.lora_title(rows, "1gbit", "60M", equal=False)
-    assert f"{ms} ms a step, 410 on one node; DeepSpeed 1600 and 400." in title and "746 times fewer bytes" in title
+    assert f"{ms} ms per step, 410 on one node; DeepSpeed 1600 and 400." in title and "746 times fewer bytes" in title
 
 
 def test_phases_of_a_training() -> None:
@@ -160,6 +165,16 @@ def test_readme_is_short_and_keeps_its_order() -> None:
     rows = section(README, "jobs").splitlines()[2:]
     assert 4 <= len(rows) <= 8 and all(row.startswith("|") for row in rows)
     assert "slower" in rows[-1] and "a model" in rows[-2], "a row where it loses, and one that nobody has measured"
+
+
+def test_benchmarks_begin_with_five_measured_jobs_whose_figures_stand_in_their_sections() -> None:
+    page = (ROOT / "docs" / "benchmarks.md").read_text()
+    rows = section(ROOT / "docs" / "benchmarks.md", "front").splitlines()[2:]
+    assert len(rows) == 5 and "slower" in rows[-1] and page.index("begin front") < page.index("\n## ")
+    for row in rows:
+        place, plain, coded = re.search(r"\(#(.+?)\).*?\| (\d+) \| (\d+) \|", row).groups()  # type: ignore[union-attr]
+        part = next(one for one in page.split("\n## ") if _anchor(one.split("\n")[0]) == place)
+        assert f"| {plain} |" in part and f"| {coded} |" in part, row
 
 
 def test_drawings_are_those_of_their_script() -> None:
@@ -306,10 +321,13 @@ def _code(text: str) -> str:
     return "\n".join([*spans, *blocks])
 
 
+def _anchor(heading: str) -> str:
+    """The anchor of a heading, as GitHub and mkdocs make it."""
+    return re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-")
+
+
 def _anchors(page: Path) -> set[str]:
-    """The anchors of a page's headings, as GitHub and mkdocs make them."""
-    headings = re.findall(r"^#+ (.+)$", page.read_text(), re.MULTILINE)
-    return {re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-") for heading in headings}
+    return set(map(_anchor, re.findall(r"^#+ (.+)$", page.read_text(), re.MULTILINE)))
 
 
 @pytest.mark.parametrize("page", [*PAGES, *OTHERS], ids=name)
@@ -405,7 +423,7 @@ def test_lines_of_the_page_are_those_of_a_job() -> None:
 
 def test_the_readme_promises_nothing_by_small_models() -> None:
     readme = (ROOT / "README.md").read_text()
-    for words in ("Nothing is lossy unasked", "promise nothing about large ones"):
+    for words in ("Lossy only on request", "small models"):
         assert words in readme and words in PAGE
     assert "docs/lossy.md" in readme
 
@@ -452,3 +470,62 @@ def test_values_auto_of_the_page_are_those_of_the_section() -> None:
     (said,) = re.findall(r"There only (.+?) know `\"auto\"`", RECIPES_PAGE, re.DOTALL)
     keys = set(re.findall(r"`(\w+)`", said))
     assert keys == {key for key, value in vars(DEFAULT).items() if value == "auto"}
+
+
+def test_the_slurm_script_starts_torchrun_on_every_node(tmp_path: Path) -> None:
+    """With commands of Slurm that say what they were called with; torchrun's own parser reads the rest."""
+    script = RECIPES / "slurm.sbatch"
+    subprocess.run(["bash", "-n", script], check=True)
+    asked = dict(re.findall(r"^#SBATCH --([\w-]+)=(\S+)$", script.read_text(), re.MULTILINE))
+    assert asked["nodes"] == "2" and asked["ntasks-per-node"] == "1", "torchrun starts the ranks of a node"
+    for command, lines in (("srun", 'printf "%s\\n" "$@"'), ("scontrol", "echo gpu07; echo gpu08")):
+        (tmp_path / command).write_text(f"#!/bin/bash\n{lines}\n")
+        (tmp_path / command).chmod(0o755)
+    slurm = {
+        "SLURM_JOB_NODELIST": "gpu[07-08]",
+        "SLURM_JOB_ID": "81234567",
+        "SLURM_JOB_NUM_NODES": "2",
+        "SLURM_GPUS_ON_NODE": "8",
+    }
+    environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}", **slurm}
+    for given, wanted in (["train.py", "--deepspeed", "a b.json"],) * 2, ([], ["examples/recipes/hf_trainer_lora.py"]):
+        said = subprocess.run(["bash", script, *given], env=environment, capture_output=True, text=True, check=True)
+        program, *words = said.stdout.splitlines()
+        found = get_args_parser().parse_args(words)
+        assert program == "torchrun" and [found.training_script, *found.training_script_args] == wanted
+        assert (found.nnodes, found.nproc_per_node, found.rdzv_endpoint) == ("2", "8", "gpu07:34567")
+
+
+def test_deepspeed_reads_the_hostfile() -> None:
+    assert fetch_hostfile(str(RECIPES / "hostfile")) == {"node1": 8, "node2": 8}
+
+
+def test_a_bug_report_asks_for_what_the_first_answer_would_ask_for() -> None:
+    form = yaml.safe_load((ROOT / ".github" / "ISSUE_TEMPLATE" / "bug.yml").read_text())
+    required = [str(one["attributes"]) for one in form["body"] if one.get("validations", {}).get("required")]
+    for words in ("python -m ds_zipccl report", "start-up line", "DeepSpeed config", "DS_ZIPCCL=0"):
+        assert any(words in one for one in required), words
+    assert len({one["id"] for one in form["body"]}) == len(form["body"])
+
+
+def test_trainers_that_are_tested_name_their_test_and_no_others_are_imported() -> None:
+    rows = [
+        line.strip("| ").split(" | ")
+        for line in RECIPES_PAGE.split("## Trainers")[1].split("\n## ")[0].splitlines()
+        if "|" in line
+    ]
+    states = {trainer: (state, shown) for trainer, state, shown in rows[2:]}
+    for trainer, (state, shown) in states.items():
+        named = re.findall(r"`(tests/\S+\.py)`", shown)
+        assert all((ROOT / name).is_file() for name in named) and (bool(named) or not state.startswith("tested")), (
+            trainer
+        )
+    tests = "".join(path.read_text() for path in (ROOT / "tests").rglob("*.py"))
+    for package, trainer in {
+        "trl": "TRL",
+        "swift": "ms-swift",
+        "torchtitan": "torchtitan",
+        "axolotl": "Axolotl",
+    }.items():
+        imported = re.search(rf"^ *(import|from) {package}\b|importorskip\(.{package}", tests, re.MULTILINE)
+        assert states[trainer][0] != "tested" and imported is None, trainer

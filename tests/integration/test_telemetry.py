@@ -86,6 +86,29 @@ def test_table() -> None:
     ]
 
 
+def test_the_last_line_has_the_time_saved(capsys: pytest.CaptureFixture[str]) -> None:
+    """Per optimizer step and in all, and nothing where no trial has timed anything."""
+
+    def last() -> str:
+        table.show("at the end")
+        return (
+            capsys.readouterr()
+            .out.splitlines()[-1]
+            .removeprefix("[ds_zipccl] time saved, plain less coded by the times of trials: ")
+        )
+
+    counters.record("dp", "all_reduce", 3000, 2000)
+    for _ in range(4):
+        counters.record_saved("")
+    assert last() == "not measured" and "Train/zipccl/seconds_saved" not in {name for name, *_ in monitor.events(8)}
+    for seconds in (0.03, 0.03, -0.02):
+        counters.record_saved("calls", seconds, 0.01)
+    assert last() == "0.01 s per step, 0.04 s in all, +- 0.03 s, in 3 calls"
+    counters.record_saved("steps", 0.5, 0.1)
+    assert last().endswith("; 0.12 s per step, 0.5 s in all, +- 0.1 s, in 1 steps")
+    assert ("Train/zipccl/seconds_saved", pytest.approx(0.54), 8) in monitor.events(8)
+
+
 LEGEND = {
     "agreement": "agreement: ranks agree on sizes or earlier values before gathers; plain communication sends no such message",
     "shards": "shards: this rank's parts of gathered tensors, where others may hold those of an earlier gather",
@@ -228,7 +251,7 @@ def test_lossy_frames_in_the_table() -> None:
     }  # fmt: skip
     lines = table.render().splitlines()
     assert (
-        "tp all_reduce: taco_fp8 group 128, relative L2 error 0.0265 a rounding, ratio 2.35; 12 of 4800 frames exact (not finite), "
+        "tp all_reduce: taco_fp8 group 128, relative L2 error 0.0265 per rounding, ratio 2.35; 12 of 4800 frames exact (not finite), "
         "0 exact (smaller), 2 exact (another reason)"
     ) in lines
     unsampled = "round mantissa 3, no frame sampled, ratio 1.00; 0 of 0 frames exact (not finite), 0 exact (smaller)"

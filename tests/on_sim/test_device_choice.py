@@ -153,6 +153,9 @@ def test_all_ranks_switch_at_one_step(route: CudaBackend, monkeypatch: pytest.Mo
     (row,) = [row for row in counters.rows() if row["calls"]]
     assert row["reasons"] == {PassReason.STEPS_ARE_FASTER.value: ranks * schedules.count(False)}
     ((what, (text, _)),) = row["choices"].items()
+    assert counters.saved() == {"": (0, 0, ranks * len(schedules)), "steps": (0, 0, 5 * ranks)}, (
+        "plain steps save nothing"
+    )
     said = f"plain from step {TRIAL + 1} on (plain 1100 ms, coded 1300 ms)"
     assert what == "moves by whole steps" and text.startswith(said)
 
@@ -161,6 +164,7 @@ def test_all_ranks_switch_at_one_step(route: CudaBackend, monkeypatch: pytest.Mo
 def test_frames_stay_where_they_are_faster(route: CudaBackend, monkeypatch: pytest.MonkeyPatch) -> None:
     (schedules, _), (others, _) = first_trial(route, monkeypatch, lambda rank, coded: 0.8 if coded else 1.0)
     assert others == schedules and all(schedules[TRIAL:]) and not all(schedules)
+    assert counters.saved()["steps"] == (pytest.approx(0.2 * 10), 0, 10), "after the trial, of each rank"
 
 
 def test_a_rank_that_goes_by_its_own_times_is_noticed(route: CudaBackend, monkeypatch: pytest.MonkeyPatch) -> None:

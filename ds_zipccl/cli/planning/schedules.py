@@ -61,7 +61,7 @@ def about_lossy(args: argparse.Namespace, exponents: Coding) -> str:
     bits, error = _lossy_bits(args, exponents)
     lossless = 8 * step.ITEMSIZE[args.dtype] / exponents.ratio
     return (
-        f"{args.gradients}: {bits:.2f} bits a value instead of {lossless:.2f}, relative L2 error {error:.3g} a rounding; "
+        f"{args.gradients}: {bits:.2f} bits per value instead of {lossless:.2f}, relative L2 error {error:.3g} per rounding; "
         "as fast as exponents"
     )
 
@@ -72,7 +72,7 @@ def _lossy_bits(args: argparse.Namespace, exponents: Coding) -> tuple[float, flo
     found = lossy_size(args.gradients, args.dtype, lossless)
     if found.bits >= lossless:
         raise ToolError(
-            f"{args.gradients} takes {found.bits:.2f} bits a value, without loss it is {lossless:.2f}: leave --gradients out"
+            f"{args.gradients} takes {found.bits:.2f} bits per value, without loss it is {lossless:.2f}: leave --gradients out"
         )
     return found.bits, found.error
 

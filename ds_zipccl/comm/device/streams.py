@@ -189,7 +189,7 @@ class Streams:
         return own + (0 if self._reserved is None else self._reserved.numel())
 
     def leave(self, event: Any, keep: Sequence[torch.Tensor]) -> None:
-        """Keep tensors until the event is done: those of a handle that nobody waited for, or of an operation that failed."""
+        """Keep tensors until the event is done: those of a handle without a wait, or of an operation that failed."""
         if event is not None and keep:
             self._left.append((event, keep))
 

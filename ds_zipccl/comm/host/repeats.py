@@ -15,8 +15,8 @@ is one order on all ranks of a group:
 * A segment that a blocking operation has repeated goes when the operation ends. One that an asynchronous operation has repeated stays.
 * The end of an optimizer step drops all, and so does the end of a group.
 
-An operation that fails leaves the ends apart. The receiver then refuses the hash, by name. No wrong words pass, but for a collision of two
-hashes of 16 bytes, which are no defence against data that were made to collide.
+An operation that fails leaves the ends apart. The receiver then refuses the hash, by name. No wrong word passes, unless two
+hashes of 16 bytes collide; they are no defence against data that were made to collide.
 """
 
 from __future__ import annotations

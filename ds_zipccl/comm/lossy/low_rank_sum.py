@@ -58,7 +58,7 @@ def low_rank_sum(flat: torch.Tensor, matrices: Sequence[Matrix], ranks: int, exa
 
     Args:
         flat: contiguous CPU tensor of bfloat16, float16 or float32, of one size on all ranks.
-        matrices: in the order of their places, which do not overlap; the same on all ranks but for errors. Their state is renewed.
+        matrices: in the order of their places, which do not overlap; the same on all ranks except for errors. Their state is renewed.
         ranks: number of ranks.
         exact_sum: the sum over all ranks.
         route: kernels to use.

@@ -79,7 +79,7 @@ class Denormals:
 
     ``torch.set_flush_denormal`` is a switch of each thread. A thread inherits the switch from the thread that started it. gloo adds on
     threads that start with the group; this package adds on the caller's thread or on its own threads. So each group runs one all-reduce of
-    denormals through gloo. Each addition of ours then flushes exactly if the rank that makes the same addition in gloo's ring flushes.
+    denormals through gloo. Each of our additions then flushes exactly if the rank that makes the same addition in gloo's ring flushes.
 
     Chunk r of the all-reduce is denormals on rank r and zeros on all other ranks. Only rank r adds the denormals of chunk r, or copies them
     as they are: they arrive unless rank r flushes.

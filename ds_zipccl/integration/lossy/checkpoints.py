@@ -178,7 +178,7 @@ def _entry(one: Any, job: dict[str, Any]) -> tuple[str, Key, Entry]:
         and type(fields.get("ranks")) is int
     )
     if not sound:
-        raise _Refused(f"an entry of the file is none that this release writes: {json.dumps(one)[:200]}")
+        raise _Refused(f"this release does not write such an entry: {json.dumps(one)[:200]}")
     return (
         str(role),
         tuple(cast("list[Any]", key)),

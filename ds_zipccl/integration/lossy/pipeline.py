@@ -48,7 +48,7 @@ def forget_shapes(engine: Any) -> None:
 
 def activations(engine: Any, buffer_id: int) -> tuple[int, Ready]:
     """Return how many activations a stage sends, and a function that tells them from other floating-point tensors, such as positions:
-    gradients flow through activations. A mask, the last tensor, becomes floating-point to be sent, and is none. Of tensors that
+    gradients flow through activations. A mask, the last tensor, becomes floating-point only to be sent. Of tensors that
     tensor-parallel ranks share out, DeepSpeed sends a part of the first, behind its sizes."""
     outputs = engine.pipe_buffers["outputs"][buffer_id]
     if isinstance(outputs, torch.Tensor):
@@ -98,7 +98,7 @@ def gradients(engine: Any, buffer_id: int) -> tuple[int, Ready]:
 
 def _compare_inputs(engine: Any, own: State, inputs: torch.Tensor, last: bool) -> None:
     """Count, once a step, how alike the stage's inputs are in the last two micro-batches: errors of a gradient that ride on the next one
-    help where the inputs of both are alike, with a cosine beyond 1/2."""
+    help where the inputs of both are similar, with a cosine beyond 1/2."""
     before, own.inputs = own.inputs, None
     if last and before is not None and before.shape == inputs.shape:
         with torch.no_grad(), tensors.undisturbed():

@@ -1,6 +1,6 @@
 """The CUDA kernels compiled at run time and started by CuPy, on machines without nvcc.
 
-``cupy.RawModule`` does not serve: it loads machine code from a cache folder whose owner nobody checks, under keys that leave the text of
+``cupy.RawModule`` does not serve: it loads machine code from a cache folder whose owner is not checked, under keys that leave the text of
 includes out. The cubins are kept as the libraries of :mod:`.build` are. CuPy's bindings of NVRTC and of the driver serve: they need no
 device to compile, and the tests run them over a driver that only notes its calls.
 """

@@ -112,7 +112,7 @@ with kernel_cache():
 
     @jit
     def encode_change(words, base, exponent, mantissa, tail):
-        """Code ``words`` as CHANGE to ``tail`` (8 bytes an element and 64 more, zeroed). Returns top and the bytes of the tail."""
+        """Code ``words`` as CHANGE to ``tail`` (8 bytes per element and 64 more, zeroed). Returns top and the bytes of the tail."""
         n = len(words)
         sizes = np.empty(n, dtype=np.int64)
         negative = np.empty(n, dtype=np.uint8)

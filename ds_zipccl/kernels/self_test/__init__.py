@@ -187,7 +187,7 @@ def command(name: str, device: torch.device) -> list[str]:
 
 
 def _facts(device: torch.device) -> dict[str, str]:
-    """What must be the same for a proof to hold, beside kernels and torch: the device and its driver; of a CPU, its instruction sets."""
+    """What must be the same for a proof to hold, not only kernels and torch: the device and its driver; of a CPU, its instruction sets."""
     if device.type == "cpu":
         return {"device": _processor(), "driver": ""}
     try:

@@ -117,10 +117,10 @@ class Cases:
                 raise SelfTestError(f"{kernel}, {one.label}: {_difference(got, right)}")
 
     def guarded(self, kernel: str, given: Sequence[Input], out: Outputs) -> list[Bytes]:
-        """Return the bytes of the outputs, beside which nothing may have been written."""
+        """Return the bytes of the outputs; nothing outside of them may have been written."""
         found, beside = out.read()
         if beside is not None:
-            raise SelfTestError(f"{kernel}, {given[beside].label}: bytes beside the output were written")
+            raise SelfTestError(f"{kernel}, {given[beside].label}: bytes outside of the output were written")
         return found
 
     def _witnessed(self, kernel: str, number: int) -> Bytes | None:

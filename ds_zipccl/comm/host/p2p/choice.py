@@ -2,7 +2,7 @@
 
 The sender alone chooses, because a message names its kind. Some messages ask for a report: the receiver sends the seconds from the moment
 when it saw the announcement to the moment when it had the tensor. That is the time for which it waits, on its own clock. The sender posts
-the receive of the report before the announcement, so that the report leaves at once. Nobody waits for a report: the sender looks into the
+the receive of the report before the announcement, so that the report leaves at once. Reports are asynchronous: the sender looks into the
 memory of those it expects at its next send. Without reports the choice stays as it is.
 """
 
