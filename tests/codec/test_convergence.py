@@ -22,10 +22,10 @@ from ds_zipccl.lossy import Round, TacoFp8
 #: and 12 %. PowerSGD of rank 4 costs 4.1 % with feedback and 9.7 % without. Twice as many layers or steps take twice as long, and tell
 #: mistakes from healthy codecs no better.
 #:
-#: The cost of PowerSGD follows from the text. Of four layers, it is 3.0 % on this text with feedback and 9.2 % without; after 150 steps 3.6 %
-#: (two seeds: 3.6 and 3.7 %) and 9.1 %, on prose (Markdown files) 1.9 % and 5.7 %. A second implementation has 3.6 % after 150 steps, too,
-#: and exact sums of the embeddings and the head improve that by half a point only. So 3 %, a gate for other texts, is too strict here: the
-#: gate is wider, and :data:`GAIN` tells feedback from none.
+#: The cost of PowerSGD follows from the text. Of four layers, with feedback, it is 3.0 % on this text, after 150 steps 3.6 % (two seeds:
+#: 3.6 and 3.7 %), on prose (Markdown files) 1.9 %; without, 9.2, 9.1 and 5.7 %. A second implementation has 3.6 % after 150 steps, too, and
+#: exact sums of the embeddings and the head improve that by half a point only. So 3 %, a gate for other texts, is too strict here: the gate
+#: is wider, and :data:`GAIN` tells feedback from none.
 HEALTHY, LOW_RANK, POWER_SGD, CLEARLY = 0.01, 0.02, 0.05, 2
 #: Feedback of errors must be better than none by so much.
 GAIN = 0.03
