@@ -104,14 +104,6 @@ def test_codec_ratios_are_true(codec_run: tuple[dict[str, Any], str], tmp_path: 
         assert row["wrong"] == 0 and row["ratio"] == pytest.approx(tensor.nbytes / frame.nbytes, rel=1e-12)
         bits, exponent = 8 * tensor.itemsize, Fields.of(tensor.dtype).exponent
         assert row["entropy_ratio"] == pytest.approx(bits / (bits - exponent + shannon(tensor)), rel=1e-9)
-    rows = [row for row in codec_run[0]["rows"] if row["codec"] in CODED]
-    gaussian = [row for row in rows if row["data"].startswith("normal")]
-    assert len(gaussian) >= len(SIGMAS)
-    for row in gaussian:
-        least = {"cascade": 1.485, "wide": 1.42}[row["codec"]]
-        assert least <= row["ratio"] < row["entropy_ratio"] < 1.53
-    assert all(1 / row["ratio"] <= 1.01 for row in rows if row["data"] == "random")
-    assert all(row["ratio"] > 100 for row in rows if row["data"] == "zeros")
 
 
 def test_table_and_json_agree(codec_run: tuple[dict[str, Any], str]) -> None:

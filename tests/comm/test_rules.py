@@ -397,16 +397,11 @@ def test_break_even_sizes(gbits: float, reach: float, megabytes: float) -> None:
     assert least_bytes(EIGHT, DeviceProfile(1e9, **NO_DELAYS), waits=1) == 0
 
 
-# ---- fragments -------------------------------------------------------------------------------------------------------
+# ---- fragments; cases have every second size, those that their neighbors lack: all pairs of values have one ---------------
 
 SIZES = [16 << 20, 20_000_003, 50 << 20, 64 << 20, 100_000_001, 256 << 20, 405 << 20, 10**9, (2 << 30) - 2]
 RANKS = [2, 3, 8, 16, 31, 64, 128, 512, 1024]
 BUDGETS = [1 << 30, 64 << 20, 16 << 20]
-
-
-def sizes(*numbers: int) -> list[int]:
-    """Every second one of SIZES: a case has those that its neighbors lack, so that all pairs of values have a case."""
-    return SIZES[sum(numbers) % 2 :: 2]
 
 
 def pieces_of(numels: Sequence[int], most: int) -> Iterator[int]:
@@ -423,7 +418,7 @@ def test_gathers_cut_as_many_fragments_as_the_model_assumes(ranks: int, budget: 
     topology = Topology(ranks // 8, 8) if ranks % 8 == 0 and ranks > 8 else Topology(ranks, 1)
     least = cost_model.least_fragment(GATHER, topology, by)
     unit = wire.FRAGMENT_UNIT * 2 * ranks
-    for nbytes in sizes(BUDGETS.index(budget), RANKS.index(ranks)):
+    for nbytes in SIZES[(BUDGETS.index(budget) + RANKS.index(ranks)) % 2 :: 2]:
         numel = nbytes // 2 // ranks
         cuts = sorted(draw.sample(range(1, numel), 12))
         layers = [numel * part // 24 for part in (1, 1, 1, 1, 6, 6, 8)]
@@ -467,7 +462,7 @@ def test_sums_cut_as_many_fragments_as_the_model_assumes(ranks: int, budget: int
     by = DeviceProfile(50e9)
     for topology in (Topology(ranks, 1), *([Topology(ranks // 8, 8)] if ranks % 8 == 0 and ranks > 8 else ())):
         least = cost_model.least_fragment(SUM, topology, by)
-        for nbytes in sizes(BUDGETS.index(budget), RANKS.index(ranks)):
+        for nbytes in SIZES[(BUDGETS.index(budget) + RANKS.index(ranks)) % 2 :: 2]:
             numel = nbytes // 2 // ranks // 8 * 8
             assert cut_sum(topology, numel, budget, least) == cost_model.fragments(SUM, 2 * ranks * numel, topology, by)
 
