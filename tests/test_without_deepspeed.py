@@ -132,13 +132,6 @@ def test_the_tests_that_are_left_out_are_named(python: str) -> None:
 
 
 @pytest.mark.full(reason="half a minute on a busy machine; the other tests stay")
-@pytest.mark.parametrize(
-    ("words", "found"),
-    [
-        ("codec --numel 64K --data normal --dtype bf16 --route native --repeats 2", "cascade"),
-        ("comm --op all_gather all_reduce --numel 64K --repeats 2", " coded "),
-    ],
-    ids=["codec", "comm"],
-)
-def test_bench(python: str, words: str, found: str) -> None:
-    assert found in run(python, "-m", "ds_zipccl", "bench", *words.split())
+def test_bench_comm(python: str) -> None:
+    words = "-m ds_zipccl bench comm --op all_gather all_reduce --numel 64K --repeats 2"
+    assert " coded " in run(python, *words.split())

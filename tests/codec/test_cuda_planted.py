@@ -271,9 +271,8 @@ def test_every_mistake_can_be_planted() -> None:
 def test_mistakes_are_noticed(where: str) -> None:
     file, _, tests = where.partition(" -k ")
     parts = next(parts for start, parts in PARTS.items() if where.startswith(start))
-    for mistake, (said, status) in zip(
-        MISTAKES[where], _run(MISTAKES[where].values(), file, tests, parts), strict=True
-    ):
+    found = _run(MISTAKES[where].values(), file, tests, parts)
+    for mistake, (said, status) in zip(MISTAKES[where], found, strict=True):
         assert status, (mistake, said)
         assert status < 0 or " failed" in said or "emulation: block" in said, (mistake, said)  # < 0: by a wild address
 
@@ -292,12 +291,10 @@ def _run(changes: Iterable[tuple[str, str, str]], test_file: str, tests: str, pa
     """What tests say over the emulation with each of the mistakes, and how they end: in processes of their own, as some end them."""
     path = f"tests/codec/test_{test_file}"
     program = PROGRAM.format(changes=[*changes], parts=parts, tests=tests, path=path)
-    command, environment = [sys.executable, "-c", program], {**os.environ, "PYTHONPATH": PYTHONPATH}
-    output = subprocess.STDOUT
     said = subprocess.run(
-        command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=output, text=True, timeout=1700
-    ).stdout
-    first, *rest = re.split(r"\nSTATUS (-?\d+)\n", said)
-    said_by_each = [first, *rest[1::2]]
-    assert said_by_each.pop() == "", said
-    return zip(said_by_each, map(int, rest[::2]), strict=True)
+        [sys.executable, "-c", program], cwd=ROOT, env={**os.environ, "PYTHONPATH": PYTHONPATH},
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=1700,
+    ).stdout  # fmt: skip
+    *each, end = re.split(r"\nSTATUS (-?\d+)\n", said)
+    assert not end, said
+    return zip(each[::2], map(int, each[1::2]), strict=True)

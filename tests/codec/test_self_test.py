@@ -37,6 +37,7 @@ LEFT_OUT = {
 }  # fmt: skip
 
 
+@pytest.mark.full("emulated", reason="six seconds; other tests compare its bytes with the native route's")
 def test_digests(route: str, request: pytest.FixtureRequest) -> None:
     """All backends give the same bytes; those of ``golden.json`` are of the first one."""
     found = Cases(kernels.route(route), CPU, False, None)
