@@ -161,7 +161,8 @@ import torch, ds_zipccl
 from ds_zipccl import kernels
 from ds_zipccl.kernels import build
 assert importlib.util.find_spec("op_builder") is None
-assert not any(kernels.why().values()), kernels.why()
+import ds_zipccl.kernels.numba.backend  # whose compiling takes a minute; it compiles the same text in other tests
+assert kernels.why(only="native") == {"native": ""}, kernels.why(only="native")
 x = torch.randn(5000).bfloat16()
 assert torch.equal(ds_zipccl.decompress(ds_zipccl.compress(x)), x)
 for point in importlib.metadata.distribution("ds-zipccl").entry_points:

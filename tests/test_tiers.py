@@ -26,11 +26,14 @@ def test_a_covering_part_has_every_value() -> None:
     assert len(kept) == 4, "as many as the parameter with the most values has"
     for name, values in parameters.items():
         assert {whole[at][name] for at in kept} == set(values)
-    assert tiers.covering([{}]) == set() and tiers.covering([{"route": "numba"}]) == {0}
+    first = [whole[at] for at in kept]
+    other = [whole[at] for at in tiers.covering(whole, first)]
+    assert len(other) == 4 and all(one not in first for one in other), "another variant takes others"
+    assert tiers.covering([]) == set() and tiers.covering([{}]) == tiers.covering([{"route": "numba"}]) == {0}
 
 
-def test_no_slow_variant_is_left_out(request: pytest.FixtureRequest) -> None:
-    """Every test of this session that the short tier runs at all runs with each slow variant, unless its mark names the variant."""
+def test_no_variant_is_left_out(request: pytest.FixtureRequest) -> None:
+    """Every test of this session that the short tier runs at all runs with each variant, unless its mark names the variant."""
     tests: dict[str, dict[str, list[pytest.Mark | None]]] = defaultdict(lambda: defaultdict(list))
     for item in request.session.items:
         if isinstance(item, pytest.Function) and hasattr(item, "callspec") and "route" in item.callspec.params:

@@ -65,39 +65,6 @@ def test_every_module_but_those_for_deepspeed_is_imported(python: str) -> None:
     assert {name for name in wanted if not name.startswith("ds_zipccl.integration")} <= set(lines)
 
 
-RANK = """
-import sys, torch, torch.distributed as dist
-from ds_zipccl import ZipcclConfig, comm
-from ds_zipccl.telemetry import counters
-rank = int(sys.argv[1])
-dist.init_process_group("gloo", init_method=f"file://{sys.argv[2]}", rank=rank, world_size=2)
-own = (torch.randn(100_000, generator=torch.Generator().manual_seed(rank)) * 0.02).bfloat16()
-wanted, got, total = (torch.empty(200_000, dtype=torch.bfloat16) for _ in range(3))
-dist.all_gather_into_tensor(wanted, own)
-config = ZipcclConfig(enabled=True, mode="always", min_bytes=0)
-comm.all_gather_into_tensor(got, own, config=config)
-assert torch.equal(got.view(torch.int16), wanted.view(torch.int16))
-plain, ours = wanted.clone(), wanted.clone()
-dist.all_reduce(plain)
-comm.all_reduce(ours, config=config)
-assert torch.equal(ours.view(torch.int16), plain.view(torch.int16))
-(row,) = [row for row in counters.rows() if row["op"] == "all_gather_into_tensor"]
-print(row["wire_bytes"] < row["logical_bytes"], flush=True)
-dist.destroy_process_group()
-"""
-
-
-def test_collectives(python: str, tmp_path: Path) -> None:
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    ranks = [
-        subprocess.Popen(
-            [python, "-c", RANK, str(rank), str(tmp_path / "store")], env=environment, stdout=subprocess.PIPE, text=True
-        )
-        for rank in range(2)
-    ]
-    assert [(rank.communicate(timeout=300)[0], rank.returncode) for rank in ranks] == [("True\n", 0)] * 2
-
-
 FSDP = """
 import sys
 assert not any(name.partition(".")[0] == "deepspeed" for name in sys.modules)
@@ -165,13 +132,6 @@ def test_the_tests_that_are_left_out_are_named(python: str) -> None:
 
 
 @pytest.mark.full(reason="half a minute on a busy machine; the other tests stay")
-@pytest.mark.parametrize(
-    ("words", "found"),
-    [
-        ("codec --numel 64K --data normal --dtype bf16 --route native --repeats 2", "cascade"),
-        ("comm --op all_gather --numel 64K --repeats 2", " coded "),
-    ],
-    ids=["codec", "comm"],
-)
-def test_bench(python: str, words: str, found: str) -> None:
-    assert found in run(python, "-m", "ds_zipccl", "bench", *words.split())
+def test_bench_comm(python: str) -> None:
+    words = "-m ds_zipccl bench comm --op all_gather all_reduce --numel 64K --repeats 2"
+    assert " coded " in run(python, *words.split())

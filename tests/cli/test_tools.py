@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 from fractions import Fraction
 from importlib import metadata
 from pathlib import Path
@@ -10,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import variants
-from commands import assert_refused, command, content, outcome, python, shannon
+from commands import assert_refused, outcome, python, shannon
 
 from ds_zipccl import codecs, kernels, ops
 from ds_zipccl.__main__ import COMMANDS, main
@@ -63,11 +65,13 @@ print(out.getvalue())
 @pytest.fixture(scope="module")
 def codec_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], str]:
     """Contents of the JSON file and stdout of one real run."""
-    path = tmp_path_factory.mktemp("codec") / "codec.json"
-    words = f"bench codec --numel 256K --dtype bf16 --repeats 1 --data normal random zeros --json {path} --sigma"
-    result = command(*words.split(), *SIGMAS)
-    assert result.returncode == 0, result.stderr
-    return content(path), result.stdout
+    words = "bench codec --numel 256K --dtype bf16 --repeats 1 --data normal random zeros --sigma"
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(io.StringIO()) as printed:
+        patch.setitem(
+            kernels.ROUTES, "cpu", {n: f for n, f in kernels.ROUTES["cpu"].items() if n not in variants.FOR_TESTS}
+        )
+        found = outcome(tmp_path_factory.mktemp("codec"), words, *SIGMAS)
+    return found, printed.getvalue()
 
 
 def test_codec_json_has_all_rows(codec_run: tuple[dict[str, Any], str]) -> None:
@@ -100,14 +104,6 @@ def test_codec_ratios_are_true(codec_run: tuple[dict[str, Any], str], tmp_path: 
         assert row["wrong"] == 0 and row["ratio"] == pytest.approx(tensor.nbytes / frame.nbytes, rel=1e-12)
         bits, exponent = 8 * tensor.itemsize, Fields.of(tensor.dtype).exponent
         assert row["entropy_ratio"] == pytest.approx(bits / (bits - exponent + shannon(tensor)), rel=1e-9)
-    rows = [row for row in codec_run[0]["rows"] if row["codec"] in CODED]
-    gaussian = [row for row in rows if row["data"].startswith("normal")]
-    assert len(gaussian) >= len(SIGMAS)
-    for row in gaussian:
-        least = {"cascade": 1.485, "wide": 1.42}[row["codec"]]
-        assert least <= row["ratio"] < row["entropy_ratio"] < 1.53
-    assert all(1 / row["ratio"] <= 1.01 for row in rows if row["data"] == "random")
-    assert all(row["ratio"] > 100 for row in rows if row["data"] == "zeros")
 
 
 def test_table_and_json_agree(codec_run: tuple[dict[str, Any], str]) -> None:
@@ -189,10 +185,7 @@ def test_codec_threads(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 def test_comm_rows(tmp_path: Path) -> None:
-    path = tmp_path / "comm.json"
-    result = command(*f"bench comm --numel 60001 --ranks 3 --repeats 1 --json {path}".split())
-    assert result.returncode == 0, result.stderr
-    found = content(path)
+    found = outcome(tmp_path, "bench comm --numel 60001 --ranks 3 --repeats 1")
     shares = {"all_gather": 2 / 3, "reduce_scatter": 2 / 3, "all_reduce": 4 / 3, "all_to_all": 2 / 3, "broadcast": 1}
     variants = ("plain", "raw", "coded")
     assert [(row["op"], row["variant"]) for row in found["rows"]] == [(op, v) for op in shares for v in variants]

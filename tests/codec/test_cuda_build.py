@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import re
 import subprocess
 
 import builds
@@ -69,11 +70,16 @@ PARTS = (emulation.BF16, emulation.ZFP)
 
 @pytest.mark.full(reason="compiles each part of the kernels")
 def test_each_part_compiles_by_itself() -> None:
-    """With the words of the emulation: nvcc sees the same sources."""
-    folder = TESTS / "emulation"
-    command = [*build.compiler(), "-std=c++17", "-fsyntax-only", f"-I{build.CSRC}", str(folder / "emulated.cpp")]
+    """With the words of the emulation: nvcc and CuPy see the same sources. Each kernel is in one of them."""
+    folder, found = TESTS / "emulation", []
+    command = [*build.compiler(), "-std=c++17", f"-I{build.CSRC}", str(folder / "emulated.cpp")]
     for part in build.CUDA_PARTS:
-        subprocess.run([*command, f"-DZIPCCL_PARTS={part}"], check=True, timeout=builds.SECONDS)
+        subprocess.run([*command, "-fsyntax-only", f"-DZIPCCL_PARTS={part}"], check=True, timeout=builds.SECONDS)
+        text = subprocess.run(
+            [*command, "-E", f"-DZIPCCL_PARTS={part}"], check=True, capture_output=True, text=True
+        ).stdout
+        found += sorted(set(re.findall(r"\bzipccl_\w+", text)) & interface.KERNELS.keys())
+    assert sorted(found) == sorted(interface.KERNELS)
 
 
 @pytest.mark.full(reason="nvcc needs half a minute")

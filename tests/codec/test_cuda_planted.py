@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
+from collections.abc import Iterable, Iterator
 
 import emulation
 import pytest
@@ -238,12 +240,18 @@ PARTS = {
     "cuda_lossy.py -k scaled": emulation.SCALED,
     "cuda_lossy.py -k zfp": emulation.ZFP,
 }
+#: Imports what the tests need once, and forks for each mistake.
 PROGRAM = """
-import sys
-import emulation, pytest
+import os, sys
+import emulation, hypothesis, pytest, variants
 made = emulation.launcher
-emulation.launcher = lambda: made({{{file!r}: ({change!r},)}}, {parts})
-sys.exit(pytest.main(["-q", "-p", "no:cacheprovider", "-k", "not cuda- and (" + {tests!r} + ")", {path!r}]))
+for file, *change in {changes!r}:
+    if not (child := os.fork()):
+        emulation.launcher = lambda: made({{file: (tuple(change),)}}, {parts})
+        status = pytest.main(["-q", "-p", "no:cacheprovider", "-k", "not cuda- and (" + {tests!r} + ")", {path!r}])
+        sys.stdout.flush()
+        os._exit(status)
+    print("\\nSTATUS", os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
 """
 
 
@@ -258,14 +266,15 @@ def test_every_mistake_can_be_planted() -> None:
 
 
 @pytest.mark.full(reason="each has an emulation of its own to compile")
-@pytest.mark.parametrize(("where", "mistake"), [(where, mistake) for where in MISTAKES for mistake in MISTAKES[where]])
-def test_a_mistake_is_noticed(where: str, mistake: str) -> None:
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("where", MISTAKES)
+def test_mistakes_are_noticed(where: str) -> None:
     file, _, tests = where.partition(" -k ")
     parts = next(parts for start, parts in PARTS.items() if where.startswith(start))
-    result = _run(*MISTAKES[where][mistake], file, tests, parts)
-    assert result.returncode, result.stdout
-    killed = result.returncode < 0  # by a wild address
-    assert killed or " failed" in result.stdout or "emulation: block" in result.stderr, result.stdout + result.stderr
+    found = _run(MISTAKES[where].values(), file, tests, parts)
+    for mistake, (said, status) in zip(MISTAKES[where], found, strict=True):
+        assert status, (mistake, said)
+        assert status < 0 or " failed" in said or "emulation: block" in said, (mistake, said)  # < 0: by a wild address
 
 
 @pytest.mark.full(reason="an emulation of its own to compile")
@@ -273,17 +282,19 @@ def test_a_mistake_is_noticed(where: str, mistake: str) -> None:
 def test_tests_pass_without_a_mistake(start: str) -> None:
     """They have the kernels of some parts alone; none of them may fail for that."""
     tests = sorted({where.partition(" -k ")[2] for where in MISTAKES if where.startswith(start)})
-    result = _run(
-        "cuda/frame.cuh", "kVersion = 2", "kVersion = 2", start.split()[0], f"({') or ('.join(tests)})", PARTS[start]
-    )
-    assert result.returncode == 0, result.stdout
+    nothing = ("cuda/frame.cuh", "kVersion = 2", "kVersion = 2")
+    ((said, status),) = _run([nothing], start.split()[0], f"({') or ('.join(tests)})", PARTS[start])
+    assert status == 0, said
 
 
-def _run(file: str, good: str, bad: str, test_file: str, tests: str, parts: int) -> subprocess.CompletedProcess[str]:
-    """Run tests over the emulation with a mistake in it, in a process of their own, as some mistakes end it."""
+def _run(changes: Iterable[tuple[str, str, str]], test_file: str, tests: str, parts: int) -> Iterator[tuple[str, int]]:
+    """What tests say over the emulation with each of the mistakes, and how they end: in processes of their own, as some end them."""
     path = f"tests/codec/test_{test_file}"
-    program = PROGRAM.format(file=file, change=(good, bad), parts=parts, tests=tests, path=path)
-    environment = {**os.environ, "PYTHONPATH": PYTHONPATH}
-    return subprocess.run(
-        [sys.executable, "-c", program], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600
-    )
+    program = PROGRAM.format(changes=[*changes], parts=parts, tests=tests, path=path)
+    said = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, env={**os.environ, "PYTHONPATH": PYTHONPATH},
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=1700,
+    ).stdout  # fmt: skip
+    *each, end = re.split(r"\nSTATUS (-?\d+)\n", said)
+    assert not end, said
+    return zip(each[::2], map(int, each[1::2]), strict=True)

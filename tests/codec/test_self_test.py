@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tiers
 import torch
 import variants
 
@@ -36,6 +37,7 @@ LEFT_OUT = {
 }  # fmt: skip
 
 
+@pytest.mark.full("emulated", reason="six seconds; other tests compare its bytes with the native route's")
 def test_digests(route: str, request: pytest.FixtureRequest) -> None:
     """All backends give the same bytes; those of ``golden.json`` are of the first one."""
     found = Cases(kernels.route(route), CPU, False, None)
@@ -180,10 +182,18 @@ class Planted:
         return getattr(self.good, name)
 
 
+CAUGHT = [(name, one) for name in ("native", "numba", "emulated") for one in MISTAKES]
+CAUGHT += [("emulated", one) for one in ON_DEVICES]
+BRIEFLY = [
+    *CAUGHT[: len(MISTAKES)],
+    ("numba", "a wrong byte"),
+    ("emulated", "a wrong byte"),
+    ("emulated", "a slot too large"),
+]
+
+
 @pytest.mark.parametrize(
-    ("name", "mistake"),
-    [(name, one) for name in ("native", "numba", "emulated") for one in MISTAKES]
-    + [("emulated", one) for one in ON_DEVICES],
+    ("name", "mistake"), tiers.mostly_full(CAUGHT, BRIEFLY, "the others are slow, and caught alike")
 )
 def test_a_mistake_is_caught_and_named(name: str, mistake: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The next backend takes over, and the reason is that of the one that failed."""

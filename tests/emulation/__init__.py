@@ -32,7 +32,14 @@ def binary(changes: Mapping[str, tuple[Change, ...]] | None = None, parts: int =
         "emulation",
         {"csrc": build.CSRC, "emulation": Path(__file__).parent},
         {"emulation/emulated.cpp": ()},
-        ("-O2", "-std=c++17", "-fPIC", "-ffp-contract=off", f"-DZIPCCL_PARTS={parts}", *checks),
+        (
+            "-O2" if parts == EVERY_PART else "-O0",
+            "-std=c++17",
+            "-fPIC",
+            "-ffp-contract=off",
+            f"-DZIPCCL_PARTS={parts}",
+            *checks,
+        ),
         ("-shared", *checks),
         {f"csrc/{file}": changed for file, changed in (changes or {}).items()},
     )

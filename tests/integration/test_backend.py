@@ -98,25 +98,6 @@ def test_gradients_go_to_their_owners(tmp_path: Path) -> None:
     succeed(tmp_path, OWNERS, ranks=3)
 
 
-def test_environment_switches_on_without_an_engine(tmp_path: Path) -> None:
-    outputs = succeed(
-        tmp_path,
-        """
-deepspeed.init_distributed("gloo")
-x = torch.ones(1 << 16, dtype=torch.bfloat16)
-dist.all_reduce(x)
-assert (x == 2).all()
-from ds_zipccl.telemetry import counters
-print("CODED", counters.totals()["logical_bytes"])
-leave()
-""",
-        fresh=True,
-        DS_ZIPCCL='{"mode": "always"}',
-    )
-    for output in outputs:
-        assert f"CODED {2 << 16}" in output
-
-
 @pytest.mark.full(reason="seven seconds")
 def test_backend_that_is_up_already_is_adopted(tmp_path: Path) -> None:
     """install() works after init_distributed, and on process groups that the user has made."""

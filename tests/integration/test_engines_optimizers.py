@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import shim
 import torch
+import torch.multiprocessing as multiprocessing
 from engines import DIFFERENCE, FIRST, OTHER, SOURCES, ZERO3, Lab, Model, bits, rank_program
 from programs import launch, plain_and_coded
 
@@ -56,8 +57,12 @@ ADAM = {"type": "AdamW", "params": {"lr": 1e-3, "weight_decay": 0.0}}
 def super_offload(lab: Lab, **config: Any) -> None:
     from deepspeed.accelerator import get_accelerator
     from deepspeed.runtime.superoffload import superoffload_stage3 as module
+    from deepspeed.runtime.superoffload import superoffload_utils as utils
 
     module._validate_superoffload_accelerator = lambda: None
+    # A process that is spawned imports torch and DeepSpeed, for many times as long as it steps; and two ranks would share one core.
+    utils.mp = SimpleNamespace(get_context=lambda method: multiprocessing.get_context("fork"))
+    utils.SuperOffloadCPUOptimizer._set_cpu_affinity = lambda self, share: None
     get_accelerator().current_stream = lambda: SimpleNamespace(synchronize=lambda: None)
     offload = {"device": "cpu", "super_offload": True, "cpuadam_cores_perc": 0.5, "pin_memory": False}
     engine = train(

@@ -26,7 +26,7 @@ from ds_zipccl.role_settings import RoleSettings
 
 sys.path.insert(0, str(EXAMPLES))
 
-LAYERS, WIDTH, HEADS, CONTEXT = 4, 96, 4, 64
+LAYERS, WIDTH, HEADS, CONTEXT = 2, 96, 4, 64
 STEPS, BATCH, RATE, MICRO_BATCHES = 75, 16, 2e-3, 8
 ALWAYS = parse_section({"enabled": True, "mode": "always", "min_bytes": 1024})
 #: Returns the sum of all ranks' tensors.

@@ -40,8 +40,10 @@ LONG = (
     "benchmarks/tests/test_link.py",
     "tests/integration/test_peft.py",
 )
-#: Variants that take ten times as long as the native route or more. The short tier runs a part of their combinations.
+#: Variants that take ten times as long as the native route or more.
 SLOW = ("numba", "emulated")
+#: The variants that keep all their combinations in the short tier: a fast route that has no other instruction set beside it.
+WHOLE = ("", "native")
 
 
 def is_short(config: pytest.Config) -> bool:
@@ -50,24 +52,30 @@ def is_short(config: pytest.Config) -> bool:
 
 
 def mark_full(items: Sequence[pytest.Item]) -> None:
-    """Add the mark ``full`` to the tests of slow variants that the short tier leaves out.
+    """Add the mark ``full`` to the tests of variants that the short tier leaves out.
 
-    Of every parametrized test, each slow variant keeps combinations in which every value of every parameter is. A mark ``full`` that names
-    variants leaves out these variants of the test, and not the others.
+    Of every parametrized test, each variant keeps combinations in which every value of every parameter is, and others than the variants
+    before it where it can. A mark ``full`` that names variants leaves out these variants of the test, and not the others.
     """
-    combinations: dict[tuple[str, str], list[pytest.Function]] = defaultdict(list)
+    combinations: dict[str, dict[str, list[pytest.Function]]] = defaultdict(lambda: defaultdict(list))
     for item in items:
         variant = str(item.callspec.params.get("route", "")) if _has_parameters(item) else ""
         for mark in [mark for mark in item.own_markers if mark.name == "full"]:
             if mark.args and variant not in mark.args:
                 item.own_markers.remove(mark)
-        if variant in SLOW:
+        if variant not in WHOLE and item.get_closest_marker("full") is None:
             assert isinstance(item, pytest.Function)
-            combinations[item.nodeid.partition("[")[0], variant].append(item)
-    for alike in combinations.values():
-        kept = covering([{name: repr(value) for name, value in item.callspec.params.items()} for item in alike])
-        for at in set(range(len(alike))) - kept:
-            alike[at].add_marker(pytest.mark.full(reason="other combinations have each of these values"))
+            combinations[item.nodeid.partition("[")[0]][variant].append(item)
+    for variants in combinations.values():
+        taken: list[Mapping[str, str]] = []
+        for alike in variants.values():
+            values = [
+                {name: repr(value) for name, value in item.callspec.params.items() if name != "route"} for item in alike
+            ]
+            kept = covering(values, taken)
+            taken += [values[at] for at in kept]
+            for at in set(range(len(alike))) - kept:
+                alike[at].add_marker(pytest.mark.full(reason="other combinations have each of these values"))
 
 
 def repeat_timings(items: Sequence[pytest.Item]) -> None:
@@ -90,12 +98,15 @@ def long_first(items: list[pytest.Item], root: Path) -> None:
     items.sort(key=lambda item: place.get(item.path, len(place)))
 
 
-def covering(combinations: Sequence[Mapping[str, str]]) -> set[int]:
-    """Places of a few combinations that have every value of every parameter among them."""
+def covering(combinations: Sequence[Mapping[str, str]], taken: Sequence[Mapping[str, str]] = ()) -> set[int]:
+    """Places of a few combinations, one at least, that have every value of every parameter among them; those in ``taken`` come last."""
     missing = {pair for combination in combinations for pair in combination.items()}
-    kept: set[int] = set()
+    kept = set() if missing or not combinations else {0}
     while missing:
-        best = max(range(len(combinations)), key=lambda at: (len(missing & combinations[at].items()), -at))
+        best = max(
+            range(len(combinations)),
+            key=lambda at: (len(missing & combinations[at].items()), combinations[at] not in taken, -at),
+        )
         missing -= combinations[best].items()
         kept.add(best)
     return kept

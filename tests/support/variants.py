@@ -112,8 +112,6 @@ class Variant:
 #: Machine, as :func:`platform.machine` names it -> levels of the native route beside the portable one, best first.
 LEVELS = {"x86_64": ("avx512", "avx2"), "aarch64": ("neon",)}
 PORTABLE = "scalar"
-#: The level with the shortest registers that this machine may have, for tests that take one.
-SHORTEST = (PORTABLE, *LEVELS.get(platform.machine(), ()))[-1]
 
 CPP = tuple(Variant("native", level) for level in (*LEVELS.get(platform.machine(), ()), PORTABLE))
 #: Those with row frames and lossy codecs; low-rank frames have the first of these alone.
