@@ -168,9 +168,7 @@ def run(training: Training, variant: str, section: dict[str, Any] | None, networ
                 complain(f"# {line}")
         if status != 0:
             ended = f"timeout after {training.timeout:.0f} s" if status is None else status
-            raise ToolError(
-                f"{variant} run ended with status {ended}; errors are above, the output ends with:\n{said[-4000:]}"
-            )
+            raise ToolError(f"{variant} run ended with status {ended}; errors are above, the output ends with:\n{said[-4000:]}")
         found: Results = json.loads(results.read_text())
         return found | {"steps": step_logs.read(str(log)) if log.exists() else None}
 

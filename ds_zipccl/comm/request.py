@@ -291,10 +291,7 @@ def shadow_of(request: Request, lossy: LossyCodec | None = None) -> AnyShadow | 
 
 
 def compare_by(
-    call: Call,
-    shadow: AnyShadow,
-    outputs: Sequence[torch.Tensor],
-    tell: Callable[[str], Mapping[int, str]],
+    call: Call, shadow: AnyShadow, outputs: Sequence[torch.Tensor], tell: Callable[[str], Mapping[int, str]]
 ) -> None:
     """As :func:`compare_on_all_ranks`, of operations in any order. ``tell`` returns the text of every rank of the group: a collective."""
     try:

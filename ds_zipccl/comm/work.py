@@ -141,11 +141,7 @@ class PointToPointWork(Work):
     """
 
     def __init__(
-        self,
-        name: str,
-        tensors: Sequence[torch.Tensor],
-        source: Callable[[], int],
-        limit: timedelta | None = None,
+        self, name: str, tensors: Sequence[torch.Tensor], source: Callable[[], int], limit: timedelta | None = None
     ) -> None:
         super().__init__(name, tensors)
         self._source, self._limit = source, limit

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import json
+import re
 from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import corpus
 import levels
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -19,6 +24,7 @@ from ds_zipccl.comm.device import choice, first_steps
 from ds_zipccl.comm.group_state import of_all_groups
 from ds_zipccl.comm.work import CommError
 from ds_zipccl.config import ZipcclConfig
+from ds_zipccl.kernels import build
 from ds_zipccl.kernels.cuda.backend import CudaBackend
 from ds_zipccl.policy.admission import PassReason
 from ds_zipccl.telemetry import counters
@@ -28,12 +34,14 @@ from on_sim.test_canary import other_rank_skipped
 
 NUMEL = 24 << 10
 AUTO: dict[str, Any] = {"nccl": "auto", "nccl_min_bytes": 0, "min_bytes": 0, "mode": "always"}
+CONFIG = ZipcclConfig(enabled=True, **AUTO)
 #: Operation -> its role.
 ROLES = {"gather": "zero_param", "in place": "zero_param", "exchange": "ep", "uneven": "ep"}
 
 
 @pytest.fixture(autouse=True)
-def forgotten() -> Any:
+def forgotten(tmp_path: Path, monkeypatch: MonkeyPatch) -> Any:
+    monkeypatch.setattr(build, "cache_root", lambda: tmp_path)
     yield
     for one in of_all_groups(choice.GroupChoice):
         one.first = None
@@ -43,10 +51,18 @@ class Engine:
     """Stands for an engine."""
 
 
-def trained(rank: int, ranks: int, names: tuple[str, ...], steps: int, later: bool) -> list[set[str]]:
+def trained(
+    rank: int,
+    ranks: int,
+    names: tuple[str, ...],
+    steps: int,
+    later: bool,
+    config: ZipcclConfig = CONFIG,
+    same: Callable[[torch.Tensor, torch.Tensor], None] = corpus.assert_same_bits,
+) -> list[set[str]]:
     """Calls of each step, whose words are those of plain collectives; the roles that were coded, by step."""
     levels.pretend(levels.nodes_of(ranks, 1))
-    config, device, engine = ZipcclConfig(enabled=True, **AUTO), torch.device("cuda", rank), Engine()
+    device, engine = torch.device("cuda", rank), Engine()
     if choice._of_job().first is None:
         choice.settle(config, device)
     found = []
@@ -55,6 +71,8 @@ def trained(rank: int, ranks: int, names: tuple[str, ...], steps: int, later: bo
         for name in names:
             case = CASES["gather" if name == "in place" else name]
             inputs = [weights(peer, case.given(peer, ranks, NUMEL), step) for peer in range(ranks)]
+            for words in inputs:
+                words.view(torch.int16)[7::1001] = 0x7FA5  # a NaN with a payload
             wanted = case.wanted(rank, inputs)
             given, out = inputs[rank].to(device), torch.empty_like(wanted).to(device)
             if name == "in place":
@@ -63,7 +81,7 @@ def trained(rank: int, ranks: int, names: tuple[str, ...], steps: int, later: bo
             handle = case.call(Named(comm, config, ROLES[name]), out, given, None, later)
             if handle is not None:
                 handle.wait()
-            corpus.assert_same_bits(out.cpu(), wanted)
+            same(out.cpu(), wanted)
             out.fill_(-1)  # the caller's right
             given.fill_(-1)
         choice.end_step(engine)
@@ -143,6 +161,39 @@ def test_a_wrong_role_stays_plain_on_all_ranks(
     assert f"{ROLES[other]} coded from step 5 on" in line
 
 
+@pytest.mark.parametrize("most", [first_steps.SAVED_BYTES, 4096], ids=["whole", "a part"])
+@pytest.mark.parametrize("at", [0, 30_000, 2 * NUMEL - 1])
+def test_the_words_around_a_mistake_are_saved(
+    route: CudaBackend, at: int, most: int, tmp_path: Path, monkeypatch: MonkeyPatch, capfd: Any
+) -> None:
+    """By the ranks that have seen it, as words of both results, without what a reader would have to trust."""
+    monkeypatch.setattr(first_steps, "SAVED_BYTES", most)
+    decode = CudaBackend.decode_gather
+
+    def wrong(self: Any, staging: Any, table: Any, outs: Any, skip: int, *more: Any, **named: Any) -> None:
+        decode(self, staging, table, outs, skip, *more, **named)
+        if skip != (at >= NUMEL):  # the own part is written behind the decoder
+            outs.view(torch.int16)[at : at + 2] ^= 5
+
+    monkeypatch.setattr(CudaBackend, "decode_gather", wrong)
+    world.run(trained, 2, ("gather", "exchange"), 5, False, route=route)
+    seen, line = int(at < NUMEL), capfd.readouterr().out
+    (path,) = tmp_path.iterdir()
+    assert path.name == f"zipccl_mismatch_{seen}.npz" and f"rank {seen}: " in line and f"saved in {path}" in line
+    assert path.stat().st_mode & 0o777 == 0o600 and path.stat().st_size < 2 * most + 4096
+    with np.load(path, allow_pickle=False) as file:
+        about, got, wanted = json.loads(str(file["about"])), file["got"], file["wanted"]
+    assert (about["first_wrong"], about["rank"], about["op"]) == (at, seen, "all_gather_into_tensor")
+    place, count = at - about["first_saved"], min(2, 2 * NUMEL - at)
+    assert (got != wanted).nonzero()[0].tolist() == list(range(place, place + count)) and about["wrong"] == count
+    words = torch.cat([weights(rank, NUMEL, 1) for rank in range(2)]).view(torch.int16)  # of step 2
+    words.view(2, -1)[:, 7::1001] = 0x7FA5
+    first = max(0, at - most // 4)
+    assert about["first_saved"] == first and wanted.tolist() == words[first : at + most // 4].tolist()
+    said = re.search(r"got 0x(\w+), wanted 0x(\w+)", line)
+    assert said and [int(word, 16) for word in said.groups()] == [int(some[place]) & 0xFFFF for some in (got, wanted)]
+
+
 def test_a_healthy_job_looks_and_goes_on(route: CudaBackend, monkeypatch: MonkeyPatch) -> None:
     monkeypatch.setattr(first_steps, "LOOK_STEPS", 5)
     world.run(trained, 2, ("gather", "exchange"), 8, False, route=route)
@@ -199,7 +250,7 @@ def test_a_fault_that_comes_later_stops_all_ranks(route: CudaBackend, alone: boo
 def captured(rank: int, ranks: int, name: str) -> None:
     """The plain collective alone is in the graph, and its replay sends what is in the tensors then."""
     levels.pretend(levels.nodes_of(ranks, 1))
-    config, device = ZipcclConfig(enabled=True, **AUTO), torch.device("cuda", rank)
+    config, device = CONFIG, torch.device("cuda", rank)
     choice.settle(config, device)
     values, out, wanted = prepared(name, rank, ranks)
     given, recorded = torch.zeros_like(values), streams.Graph()
@@ -218,7 +269,7 @@ def test_nothing_is_compared_inside_a_graph(route: CudaBackend, name: str) -> No
 
 def to_owners(rank: int, ranks: int) -> Any:
     levels.pretend(levels.nodes_of(ranks, 1))
-    config, device = ZipcclConfig(enabled=True, **AUTO), torch.device("cuda", rank)
+    config, device = CONFIG, torch.device("cuda", rank)
     settled = choice.settle(config, device)
     assert settled is not None and settled.sums == "plain" and settled.compared
     words = torch.ones(ranks * NUMEL, dtype=torch.bfloat16, device=device)

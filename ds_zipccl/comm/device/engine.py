@@ -18,15 +18,7 @@ from ds_zipccl.comm.device.gather import Shard
 from ds_zipccl.comm.device.streams import Stage, StreamWork
 from ds_zipccl.comm.device.sums import Part, levels_of
 from ds_zipccl.comm.group_state import GroupState, resolve_group
-from ds_zipccl.comm.request import (
-    Request,
-    compare_by,
-    copy_back,
-    equal_shards,
-    logical_order,
-    memory_order,
-    shadow_of,
-)
+from ds_zipccl.comm.request import Request, compare_by, copy_back, equal_shards, logical_order, memory_order, shadow_of
 from ds_zipccl.comm.spans import cut
 from ds_zipccl.comm.tuner import CallTimer
 from ds_zipccl.ops import OPS

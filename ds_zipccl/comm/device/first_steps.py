@@ -94,7 +94,8 @@ class FirstSteps:
         role = request.options.role
         if not self._ended or (self._due > LAST and role not in self.proven):  # nothing would be decided any more
             return
-        kind = request.op, role, request.tensor.dtype, str(resolve_group(request.group).group_name), _size(request)
+        size = 0 if request.numel is None else trial.size_class(max(1, request.nbytes()))
+        kind = request.op, role, request.tensor.dtype, str(resolve_group(request.group).group_name), size
         self._now.add(role)
         kinds = sum(other[3] == kind[3] for other in self._calls)  # of the group: its ranks must count alike
         if self._calls[kind] >= CALLS or (kind not in self._calls and kinds >= KINDS):
@@ -129,15 +130,14 @@ class FirstSteps:
 
     def _look(self, kind: _Kind, got: torch.Tensor, want: torch.Tensor) -> None:
         """Find the first wrong word of a call, and keep it unless an earlier call of the role had one. Work of the current stream."""
-        role = kind[1]
         if not got.numel():
             return
         try:
-            found, before = _difference(got, want, len(self._compared)), self._found.get(role)
-            self._found[role] = found if before is None else torch.where(before[:1] > 0, before, found)
+            found, before = _difference(got, want, len(self._compared)), self._found.get(kind[1])
+            self._found[kind[1]] = found if before is None else torch.where(before[:1] > 0, before, found)
             self._compared.append((kind, got.numel()))
         except RuntimeError as error:  # torch.OutOfMemoryError is one
-            self._fail(role, error)
+            self._fail(kind[1], error)
 
     def end_step(self) -> str:
         """Note that an optimizer step has ended; return the line for the user where roles were decided on, "" otherwise. A collective of
@@ -199,15 +199,10 @@ class FirstSteps:
             said.append(f"{op} of {name}: {count} words wrong, first at {place}: {words}")
             if not self._saved:
                 self._saved, first = True, max(0, place - middle)
-                both = both[:, middle - (place - first) : middle - place + numel]
                 about = {"op": op, "role": role, "dtype": name, "group": group, "words": numel, "wrong": count, "first_wrong": place,
                          "first_saved": first, "steps": self._ended, "config": str(self._config)}  # fmt: skip
-                said.append(saved(about, *both))
+                said.append(saved(about, *both[:, middle - (place - first) : middle - place + numel]))
         return "; ".join(filter(None, said))
-
-
-def _size(request: Request) -> int:
-    return 0 if request.numel is None else trial.size_class(max(1, request.nbytes()))
 
 
 def _parts(request: Request, ctx: DeviceContext) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
@@ -221,15 +216,12 @@ def _parts(request: Request, ctx: DeviceContext) -> tuple[list[torch.Tensor], li
         if request.op == "all_gather":
             outputs = [torch.cat(outputs)]
         return [one[:most] for one in inputs], [_rows(one, ranks, most) for one in outputs]
-    if request.op == "all_to_all":
-        return [one[:most] for one in inputs], [one[:most] for one in outputs]
-    if request.numel is None:
-        cut = [
-            one.split(list(sizes))
-            for one, sizes in ((inputs[0], request.segments.leaving), (outputs[0], request.segments.coming))
-        ]
-        return [one[:most] for one in cut[0]], [one[:most] for one in cut[1]]
-    return [_rows(inputs[0], ranks, most)], [_rows(outputs[0], ranks, most)]
+    if request.op != "all_to_all" and request.numel is not None:
+        return [_rows(inputs[0], ranks, most)], [_rows(outputs[0], ranks, most)]
+    if request.op != "all_to_all":
+        segments = request.segments
+        inputs, outputs = [*inputs[0].split(list(segments.leaving))], [*outputs[0].split(list(segments.coming))]
+    return [one[:most] for one in inputs], [one[:most] for one in outputs]
 
 
 def _rows(flat: torch.Tensor, ranks: int, most: int) -> torch.Tensor:

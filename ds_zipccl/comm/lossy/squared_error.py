@@ -26,9 +26,6 @@ def squared_error(flat: torch.Tensor, values: torch.Tensor, route: str) -> tuple
         sums = [sum_of_squares(arrived.float() - wide), sum_of_squares(wide)]
         if not sum(sums) < float("inf"):  # also NaN
             finite = sent.isfinite()
-            sums = [
-                sum_of_squares((arrived.double() - sent.double())[finite]),
-                sum_of_squares(sent.double()[finite]),
-            ]
+            sums = [sum_of_squares((arrived.double() - sent.double())[finite]), sum_of_squares(sent.double()[finite])]
         of_error, of_values = of_error + sums[0], of_values + sums[1]
     return of_error, of_values

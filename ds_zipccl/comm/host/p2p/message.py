@@ -120,15 +120,7 @@ class Outgoing:
     ``change``: a coded message carries the factors, if any.
     """
 
-    def __init__(
-        self,
-        ctx: OpContext,
-        flat: torch.Tensor,
-        peer: int,
-        bounded: bool,
-        way: Way,
-        change: Change,
-    ) -> None:
+    def __init__(self, ctx: OpContext, flat: torch.Tensor, peer: int, bounded: bool, way: Way, change: Change) -> None:
         self._ctx, self._flat, self._peer, self._bounded, self._way = ctx, flat, peer, bounded, way
         self._coder = FrameCoder(ctx, way.raw)
         self._factored = None if way.raw or ctx.codec == "raw" else change.factored
