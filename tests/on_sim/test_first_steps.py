@@ -7,6 +7,7 @@ import re
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import corpus
@@ -20,6 +21,7 @@ from sim import streams
 from sim.device import mine
 
 from ds_zipccl import comm
+from ds_zipccl.comm import shadow_check
 from ds_zipccl.comm.device import choice, first_steps
 from ds_zipccl.comm.group_state import of_all_groups
 from ds_zipccl.comm.work import CommError
@@ -41,7 +43,9 @@ ROLES = {"gather": "zero_param", "in place": "zero_param", "exchange": "ep", "un
 
 @pytest.fixture(autouse=True)
 def forgotten(tmp_path: Path, monkeypatch: MonkeyPatch) -> Any:
-    monkeypatch.setattr(build, "cache_root", lambda: tmp_path)
+    monkeypatch.setattr(
+        shadow_check, "build", SimpleNamespace(cache_root=lambda: tmp_path, BuildError=build.BuildError)
+    )
     yield
     for one in of_all_groups(choice.GroupChoice):
         one.first = None
