@@ -6,6 +6,7 @@ import json
 import re
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -204,6 +205,35 @@ def test_a_healthy_job_looks_and_goes_on(route: CudaBackend, monkeypatch: Monkey
     rows = [row for row in counters.rows() if row["role"] in ROLES.values()]
     assert [row["calls"] for row in rows] == [2 * 3] * 2, "steps 5, 7 and 8"
     assert [row["reasons"] for row in rows] == [{PassReason.UNPROVEN.value: 2 * 5}] * 2
+
+
+def test_comparing_costs_the_plain_bytes_and_little_more(route: CudaBackend, monkeypatch: MonkeyPatch) -> None:
+    """Beside the coded copy. A proven role costs the coded copy alone, a role that comes too late the plain call alone."""
+    monkeypatch.setattr(first_steps, "LAST", 4)
+    ended, seen = choice.end_step, [list[tuple[int, int]](), list[tuple[int, int]]()]
+
+    def counting(engine: Any) -> None:
+        ended(engine)
+        found = mine().counters
+        seen[mine().rank].append((found.collective_bytes.total(), found.launches.total()))
+
+    def steps(program: Callable[..., Any], *given: Any) -> list[tuple[int, int]]:
+        seen[0].clear(), seen[1].clear()
+        world.run(program, 2, *given, route=route)
+        assert [one[0] for one in seen[0]] == [one[0] for one in seen[1]]
+        return [(b[0] - a[0], b[1] - a[1]) for a, b in zip([(0, 0), *seen[0]], seen[0])]
+
+    monkeypatch.setattr(choice, "end_step", counting)
+    never = replace(CONFIG, mode="never")
+    for name in ("gather", "exchange"):
+        plain = steps(trained, (name,), 6, False, never)[-1]
+        _, second, third, _, fifth, sixth = steps(trained, (name,), 6, False)
+        assert second == third and fifth == sixth and fifth[0] < plain[0]
+        assert second[0] - fifth[0] <= 1.3 * plain[0], (plain, second, fifth)
+        assert second[1] - fifth[1] <= plain[1] + 40, (plain, second, fifth)
+        print(f"{name}: bytes, launches: plain {plain}, comparing {second}, coded {fifth}")
+    late, both = steps(comes_later), steps(trained, ("gather", "exchange"), 6, False, never)[-1]
+    assert late[-1][0] == fifth[0]
 
 
 @pytest.mark.parametrize("late", [False, True], ids=["in time", "too late"])

@@ -15,6 +15,7 @@ from typing import Any
 import corpus
 import emulation
 import pytest
+import tiers
 import torch
 from pytest import MonkeyPatch
 from sim import nccl
@@ -35,7 +36,7 @@ from on_sim.cases import PATIENT
 from on_sim.test_first_steps import CONFIG, forgotten  # noqa: F401
 
 Plant = Callable[[MonkeyPatch], None]
-BOTH, GATHERS, EXCHANGES = {"zero_param", "ep"}, {"zero_param"}, {"ep"}
+BOTH = {"zero_param", "ep"}
 
 
 @dataclass(frozen=True)
@@ -47,7 +48,6 @@ class Fault:
     coded: frozenset[str] | set[str] = frozenset()
     ends: bool = False
     steps: int = 5
-    modes: world.Modes = PATIENT
 
 
 # --- when and where
@@ -74,16 +74,16 @@ def one_rank() -> bool:
     return mine().rank == 1
 
 
-def behind_the_canary() -> bool:
+def begun() -> bool:
     return choice._of_job().first is not None
 
 
-def behind_the_canary_of_one_rank() -> bool:
-    return one_rank() and behind_the_canary()
+def on_one() -> bool:
+    return one_rank() and begun()
 
 
 def behind_step(number: int) -> Callable[[], bool]:
-    return lambda: behind_the_canary() and choice._of_job().first._ended >= number  # type: ignore[union-attr]
+    return lambda: begun() and choice._of_job().first._ended >= number  # type: ignore[union-attr]
 
 
 # --- what
@@ -177,79 +177,60 @@ def no_memory(name: str) -> Plant:
     return lambda patch: patch.setattr(first_steps, name, fails)
 
 
-NO_KERNELS = r"nccl is off: ranks \[{}\] have no kernels; rank {}: no kernels for cuda tensors here. native: {}"
-CANARY = r"nccl is off: ranks \[{}\] did not get the words of the canary right; rank .: {}"
-GATHER_PLAIN, EXCHANGE_PLAIN = (f"{role} stays plain, rank {{}}: .*{{}}" for role in ("zero_param", "ep"))
-NO_MEMORY = (
-    "ep stays plain, rank 1: OutOfMemoryError: planted; zero_param stays plain, rank 1: OutOfMemoryError: planted"
-)
-ONE = behind_the_canary_of_one_rank
-
+#: Phase -> fault -> what is planted, where it differs the ranks that see it or the condition, words of the line or of the error, and
+#: the roles that are coded all the same.
+KERNELS: dict[str, tuple[Callable[[MonkeyPatch], object], str]] = {
+    **{name: (self_tested(call, wrong), f"SelfTestError: {said}") for name, (call, wrong, said) in (MISTAKES | ON_DEVICES).items()},
+    **{f"apart, it {name}": (apart(program), f"SelfTestError: {said}".rstrip("$"))
+       for name, (program, said) in PROGRAMS.items() if isinstance(said, str)},
+    "a stamp of another driver": (with_a_stamp({"driver": "another"}, b"one"), "SelfTestError: encode_bf16"),
+    "a stamp of another binary": (with_a_stamp({}, b"two"), "SelfTestError: encode_bf16"),
+    "no compiler": (no_compiler, "RuntimeError: no compiler"),
+}  # fmt: skip
+CANARY: dict[str, tuple[Plant, str, str]] = {
+    "the part of another rank": (at_start.other_rank_skipped, "0, 1", "all_gather_into_tensor: word"),
+    "the same on one rank": (only(one_rank, at_start.other_rank_skipped), "1", "all_gather_into_tensor: word"),
+    "a wrong sum": (at_start.own_summand_left_out, "0, 1", "all_reduce: word"),
+    "a wrong exchange": (only(one_rank, after("decode_frames", last_bit)), "1", "even all_to_all_single: word"),
+    "a byte changes on the way": (at_start.changed_on_the_way, "0, 1", ".*refused: MAGIC"),
+    "no memory for frames": (at_start.encoder_of_one_rank, "0, 1", "even all_to_all_single: the device did"),
+    "it hangs": (at_start.frames_never_sent, "0, 1", "all_gather_into_tensor: the device did not end its work"),
+    "a rank does not agree": (at_start.agreement_of_one_rank, "0, 1", ".*did not come within"),
+}
+LACKS = "ep stays plain, rank 1: OutOfMemoryError: planted; zero_param stays plain, rank 1: OutOfMemoryError: planted"
+STEPS: dict[str, tuple[Callable[[], bool], Plant, str, set[str]]] = {
+    "the part of another rank": (begun, at_start.other_rank_skipped, "zero_param stays plain, rank 0: .*words wrong, first at", {"ep"}),
+    "the same on one rank": (on_one, at_start.other_rank_skipped, "zero_param stays plain, rank 1: .* wrong, first at 0: got 0x", {"ep"}),
+    "the last bit of a gather": (begun, after("decode_gather", last_bit), "zero_param stays plain, .*1 words wrong, .* 49151: ", {"ep"}),
+    "that of an exchange": (on_one, after("decode_frames", last_bit), "ep stays plain, rank 1: .*1 words wrong, .* 24575", {"zero_param"}),
+    "other NaNs": (begun, after("decode_frames", other_nans), "ep stays plain, rank 0: .*got 0x7fc0, wanted 0x7fa5", {"zero_param"}),
+    "a refused frame": (begun, in_steps.first_frame_damaged, "ep stays plain, rank 0: .*refused: MAGIC.*saved in", {"zero_param"}),
+    "a refused frame of one rank": (on_one, in_steps.first_frame_damaged, "ep stays plain, .*refused: MAGIC", {"zero_param"}),
+    "slots too small": (begun, small_slots, "zero_param stays plain, .*refused: OVERFLOWED", {"ep"}),
+    "no memory for a copy": (on_one, no_memory("_parts"), LACKS, set()),
+    "no memory to compare": (on_one, no_memory("_difference"), LACKS, set()),
+    "no wait for the wire": (begun, plants.without_order(Stage.WIRE, Stage.DECODE), "refused|words wrong", set()),
+}  # fmt: skip
+#: After step 5, or 4. The last word: whether the job ends.
+LATER: dict[str, tuple[int, Plant, str, bool]] = {
+    "no memory to look": (5, no_memory("_parts"), "zero_param coded from step 5 on", False),
+    "the last bit of a gather": (5, after("decode_gather", last_bit), "zero_param have wrong words after 6 steps, rank 0.* saved in", True),
+    "a refused frame": (4, in_steps.first_frame_damaged, "refused: MAGIC.*stop the job on all ranks", True),
+}  # fmt: skip
+OFF = r"nccl is off: ranks \[{}\] "
+NO_KERNELS = OFF + r"have no kernels; rank {}: no kernels for cuda tensors here. native: {}"
 FAULTS = {
     "none": Fault(lambda patch: None, "ep coded from step 5 on.*; zero_param coded from step 5 on", BOTH),
-    # kernels
-    **{
-        f"self-test: {name}": Fault(no_kernels(self_tested(call, wrong)), NO_KERNELS.format(1, 1, f"SelfTestError: {said}"))
-        for name, (call, wrong, said) in (MISTAKES | ON_DEVICES).items()
-    },
-    "self-test: a wrong byte on all ranks": Fault(
-        no_kernels(self_tested(*MISTAKES["a wrong byte"][:2]), True), NO_KERNELS.format("0, 1", 0, "SelfTestError: encode_bf16")
+    "kernels: a wrong byte on all ranks": Fault(
+        no_kernels(KERNELS["a wrong byte"][0], True), NO_KERNELS.format("0, 1", 0, KERNELS["a wrong byte"][1])
     ),
-    **{
-        f"self-test apart: it {name}": Fault(no_kernels(apart(program)), NO_KERNELS.format(1, 1, f"SelfTestError: {said}".rstrip("$")))
-        for name, (program, said) in PROGRAMS.items() if isinstance(said, str)
-    },
-    "a stamp, and another driver": Fault(
-        no_kernels(with_a_stamp({"driver": "another"}, b"one")), NO_KERNELS.format(1, 1, "SelfTestError: encode_bf16")
-    ),
-    "a stamp, and another binary": Fault(no_kernels(with_a_stamp({}, b"two")), NO_KERNELS.format(1, 1, "SelfTestError: encode_bf16")),
-    "a rank without a compiler": Fault(no_kernels(no_compiler), NO_KERNELS.format(1, 1, "RuntimeError: no compiler")),
-    # the canary
-    "canary: the part of another rank": Fault(at_start.other_rank_skipped, CANARY.format("0, 1", "all_gather_into_tensor: word")),
-    "canary: the same on one rank": Fault(only(one_rank, at_start.other_rank_skipped), CANARY.format(1, "all_gather_into_tensor: word")),
-    "canary: a wrong sum": Fault(at_start.own_summand_left_out, CANARY.format("0, 1", "all_reduce: word")),
-    "canary: a wrong exchange": Fault(only(one_rank, after("decode_frames", last_bit)), CANARY.format(1, "even all_to_all_single: word")),
-    "canary: a byte changes on the way": Fault(at_start.changed_on_the_way, CANARY.format("0, 1", ".*refused: MAGIC")),
-    "canary: no memory for frames": Fault(at_start.encoder_of_one_rank, CANARY.format("0, 1", "even all_to_all_single: the device did")),
-    "canary: it hangs": Fault(at_start.frames_never_sent, CANARY.format("0, 1", "all_gather_into_tensor: the device did not end its work")),
-    "canary: a rank does not agree": Fault(at_start.agreement_of_one_rank, CANARY.format("0, 1", ".*did not come within")),
-    # the first steps
-    "steps: the part of another rank": Fault(
-        only(behind_the_canary, at_start.other_rank_skipped), GATHER_PLAIN.format(0, "words wrong, first at"), EXCHANGES
-    ),
-    "steps: the same on one rank": Fault(
-        only(ONE, at_start.other_rank_skipped), GATHER_PLAIN.format(1, "words wrong, first at 0"), EXCHANGES
-    ),
-    "steps: the last bit of a gather": Fault(
-        only(behind_the_canary, after("decode_gather", last_bit)), GATHER_PLAIN.format(0, "1 words wrong, first at 49151: "), EXCHANGES
-    ),
-    "steps: the last bit of an exchange, on one rank": Fault(
-        only(ONE, after("decode_frames", last_bit)), EXCHANGE_PLAIN.format(1, "1 words wrong, first at 24575: got 0x"), GATHERS
-    ),
-    "steps: other NaNs": Fault(
-        only(behind_the_canary, after("decode_frames", other_nans)), EXCHANGE_PLAIN.format(0, "got 0x7fc0, wanted 0x7fa5"), GATHERS
-    ),
-    "steps: a refused frame": Fault(
-        only(behind_the_canary, in_steps.first_frame_damaged), EXCHANGE_PLAIN.format(0, "refused: MAGIC.*saved in"), GATHERS
-    ),
-    "steps: a refused frame of one rank": Fault(
-        only(ONE, in_steps.first_frame_damaged), EXCHANGE_PLAIN.format(0, "refused: MAGIC"), GATHERS
-    ),
-    "steps: slots too small": Fault(only(behind_the_canary, small_slots), GATHER_PLAIN.format(0, "refused: OVERFLOWED"), EXCHANGES),
-    "steps: no memory for a copy": Fault(only(ONE, no_memory("_parts")), NO_MEMORY),
-    "steps: no memory to compare": Fault(only(ONE, no_memory("_difference")), NO_MEMORY),
-    "steps: without the wait for the wire": Fault(
-        only(behind_the_canary, plants.without_order(Stage.WIRE, Stage.DECODE)), "refused|words wrong", modes=replace(PATIENT, races=False)
-    ),
-    # later
-    "later: no memory to look": Fault(only(behind_step(5), no_memory("_parts")), "zero_param coded from step 5 on", BOTH, steps=6),
-    "later: the last bit of a gather": Fault(
-        only(behind_step(5), after("decode_gather", last_bit)), "zero_param have wrong words after 6 steps, rank 0.* saved in", BOTH, True, 6
-    ),
-    "later: a refused frame": Fault(
-        only(behind_step(4), in_steps.first_frame_damaged), "refused: MAGIC.*stop the job on all ranks", BOTH, True, 6
-    ),
+    **{f"kernels: {name}": Fault(no_kernels(fails), NO_KERNELS.format(1, 1, said)) for name, (fails, said) in KERNELS.items()},
+    **{f"canary: {name}": Fault(plant, f"{OFF.format(ranks)}did not get the words of the canary right; rank .: {said}")
+       for name, (plant, ranks, said) in CANARY.items()},
+    **{f"steps: {name}": Fault(only(when, plant), said, coded) for name, (when, plant, said, coded) in STEPS.items()},
+    **{f"later: {name}": Fault(only(behind_step(step), plant), said, BOTH, ends, 6) for name, (step, plant, said, ends) in LATER.items()},
 }  # fmt: skip
+SHORT = ("none", "kernels: a wrong byte", "canary: it hangs", "steps: no memory for a copy", "later: a refused frame")
 
 
 def job(rank: int, ranks: int, steps: int, ends: bool) -> tuple[list[set[str]], str]:
@@ -266,13 +247,7 @@ def job(rank: int, ranks: int, steps: int, ends: bool) -> tuple[list[set[str]], 
         return [], str(error)
 
 
-SHORT = ("none", "self-test: a wrong byte", "canary: it hangs", "steps: no memory for a copy", "later: a refused frame")
-
-
-@pytest.mark.parametrize(
-    "name",
-    [name if name in SHORT else pytest.param(name, marks=pytest.mark.full(reason="as others")) for name in FAULTS],
-)
+@pytest.mark.parametrize("name", tiers.mostly_full(FAULTS, SHORT, "as others"))
 def test_a_fault(
     route: CudaBackend, name: str, tmp_path: Path, monkeypatch: MonkeyPatch, capfd: Any, record_property: Any
 ) -> None:
@@ -282,7 +257,7 @@ def test_a_fault(
     monkeypatch.setattr(nccl, "TIMEOUT", timedelta(seconds=1))
     monkeypatch.setattr(first_steps, "LOOK_STEPS", 5)
     fault.plant(monkeypatch)
-    values = world.run(job, 2, fault.steps, fault.ends, modes=fault.modes, route=route).values
+    values = world.run(job, 2, fault.steps, fault.ends, modes=replace(PATIENT, races=False), route=route).values
     lines = [line for line in capfd.readouterr().out.splitlines() if line.startswith("[ds_zipccl]")]
     text = values[0][1] or "\n".join(lines)
     record_property("outcome", text)
