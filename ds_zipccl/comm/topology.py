@@ -68,7 +68,8 @@ class ToldTexts:
                     found = store.multi_get(list(self._keys.values()))
                 except RuntimeError as error:  # it names a key
                     late = [rank for rank, key in self._keys.items() if not store.check([key])]
-                    raise RuntimeError(f"ranks {late} did not come within {store.timeout}; see their output") from error
+                    text = f"ranks {late} did not come within the timeout of the rendezvous store; see their output"
+                    raise RuntimeError(text) from error
                 self._texts = {
                     rank: said.decode(errors="replace") for rank, said in zip(self._keys, found, strict=True)
                 }

@@ -25,7 +25,6 @@ from ds_zipccl import comm
 from ds_zipccl.comm import shadow_check
 from ds_zipccl.comm.device import choice, first_steps
 from ds_zipccl.comm.group_state import of_all_groups
-from ds_zipccl.comm.work import CommError
 from ds_zipccl.config import ZipcclConfig
 from ds_zipccl.kernels import build
 from ds_zipccl.kernels.cuda.backend import CudaBackend
@@ -33,7 +32,6 @@ from ds_zipccl.policy.admission import PassReason
 from ds_zipccl.telemetry import counters
 from on_sim import world
 from on_sim.cases import CASES, HARD, prepared, weights
-from on_sim.test_canary import other_rank_skipped
 
 NUMEL = 24 << 10
 AUTO: dict[str, Any] = {"nccl": "auto", "nccl_min_bytes": 0, "min_bytes": 0, "mode": "always"}
@@ -125,16 +123,6 @@ def test_a_healthy_job_switches(
     assert "nccl: ep coded from step 5 on, as all words compared were right; zero_param coded" in capfd.readouterr().out
 
 
-def first_word_changed(patch: MonkeyPatch) -> None:
-    decode = CudaBackend.decode_frames
-
-    def wrong(self: Any, frames: Any, block: int, outs: Any, status: Any) -> None:
-        decode(self, frames, block, outs, status)
-        outs[-1].view(torch.int16)[:1] ^= 1
-
-    patch.setattr(CudaBackend, "decode_frames", wrong)
-
-
 def first_frame_damaged(patch: MonkeyPatch) -> None:
     decode = CudaBackend.decode_frames
 
@@ -143,27 +131,6 @@ def first_frame_damaged(patch: MonkeyPatch) -> None:
         decode(self, frames, block, outs, status)
 
     patch.setattr(CudaBackend, "decode_frames", wrong)
-
-
-@pytest.mark.parametrize(
-    ("plant", "name", "other", "said"),
-    [
-        (other_rank_skipped, "gather", "exchange", "words wrong, first at"),
-        (first_word_changed, "exchange", "gather", "wrong, first at"),
-        (first_frame_damaged, "exchange", "gather", "refused: MAGIC"),
-    ],
-    ids=["gather", "exchange", "refused"],
-)
-def test_a_wrong_role_stays_plain_on_all_ranks(
-    route: CudaBackend, plant: Any, name: str, other: str, said: str, monkeypatch: MonkeyPatch, capfd: Any
-) -> None:
-    """The other role switches. The words of the job are the plain ones throughout."""
-    plant(monkeypatch)
-    outcome = world.run(trained, 2, (name, other), 6, False, route=route)
-    assert outcome.values == [[set()] * 4 + [{ROLES[other]}] * 2] * 2
-    line = capfd.readouterr().out
-    assert f"{ROLES[name]} stays plain, rank " in line and said in line, line
-    assert f"{ROLES[other]} coded from step 5 on" in line
 
 
 @pytest.mark.parametrize("most", [first_steps.SAVED_BYTES, 4096], ids=["whole", "a part"])
@@ -247,37 +214,6 @@ def comes_later(rank: int, ranks: int) -> None:
     trained(rank, ranks, ("gather",), 5, False)
     trained(rank, ranks, ("gather", "exchange"), 4, False)
     trained(rank, ranks, ("gather", "exchange"), 1, False)
-
-
-@pytest.mark.parametrize("alone", [False, True], ids=["all ranks", "one rank"])
-def test_a_fault_that_comes_later_stops_all_ranks(route: CudaBackend, alone: bool, monkeypatch: MonkeyPatch) -> None:
-    """With the bits of plain training until a step compares again. Stamps of the self-test go."""
-    forgotten: list[bool] = []
-    monkeypatch.setattr(first_steps, "LOOK_STEPS", 5)
-    monkeypatch.setattr(first_steps.self_test, "forget_stamps", lambda: forgotten.append(True))
-    decode = CudaBackend.decode_gather
-
-    def wrong(self: Any, staging: Any, table: Any, outs: Any, *more: Any, **named: Any) -> None:
-        decode(self, staging, table, outs, *more, **named)
-        if choice._of_job().first._ended >= 5 and not (alone and mine().rank):  # type: ignore[union-attr]
-            (outs if isinstance(outs, torch.Tensor) else outs[0]).view(torch.int16)[-1:].bitwise_xor_(
-                1
-            )  # of the other rank's part
-
-    monkeypatch.setattr(CudaBackend, "decode_gather", wrong)
-
-    def fails(rank: int, ranks: int) -> str:
-        with pytest.raises(CommError) as caught:
-            trained(rank, ranks, ("gather", "exchange"), 6, False)
-        return str(caught.value)
-
-    said = world.run(fails, 2, route=route).values
-    assert said[0] == said[1] and len(forgotten) == 2
-    assert (
-        "role zero_param have wrong words after 6 steps, rank 0: all_gather_into_tensor of bfloat16: 1 words wrong"
-        in said[0]
-    )
-    assert f"first at {2 * NUMEL - 1}: got 0x" in said[0] and "since step 1" in said[0]
 
 
 def captured(rank: int, ranks: int, name: str) -> None:

@@ -161,6 +161,10 @@ def last_bit(words: torch.Tensor) -> None:
     words.view(torch.int16)[-1:] ^= 1
 
 
+def first_bit(words: torch.Tensor) -> None:
+    words.view(torch.int16)[:1] ^= 1
+
+
 def other_nans(words: torch.Tensor) -> None:
     words.masked_fill_(words.isnan(), torch.nan)
 
@@ -211,10 +215,12 @@ STEPS: dict[str, tuple[Callable[[], bool], Plant, str, set[str]]] = {
     "no memory to compare": (on_one, no_memory("_difference"), LACKS, set()),
     "no wait for the wire": (begun, plants.without_order(Stage.WIRE, Stage.DECODE), "refused|words wrong", set()),
 }  # fmt: skip
+WRONG = "role zero_param have wrong words after 6 steps, rank {}: .*1 words wrong.* saved in .* since step 1: look at the hardware"
 #: After step 5, or 4. The last word: whether the job ends.
 LATER: dict[str, tuple[int, Plant, str, bool]] = {
     "no memory to look": (5, no_memory("_parts"), "zero_param coded from step 5 on", False),
-    "the last bit of a gather": (5, after("decode_gather", last_bit), "zero_param have wrong words after 6 steps, rank 0.* saved in", True),
+    "the last bit of a gather": (5, after("decode_gather", last_bit), WRONG.format(0), True),
+    "the same on one rank": (5, only(one_rank, after("decode_gather", first_bit)), WRONG.format(1), True),
     "a refused frame": (4, in_steps.first_frame_damaged, "refused: MAGIC.*stop the job on all ranks", True),
 }  # fmt: skip
 OFF = r"nccl is off: ranks \[{}\] "
@@ -256,11 +262,15 @@ def test_a_fault(
     monkeypatch.setattr(canary, "_NBYTES", 96 << 10)
     monkeypatch.setattr(nccl, "TIMEOUT", timedelta(seconds=1))
     monkeypatch.setattr(first_steps, "LOOK_STEPS", 5)
+    forgotten_stamps: list[bool] = []
+    monkeypatch.setattr(self_test, "forget_stamps", lambda: forgotten_stamps.append(True))
     fault.plant(monkeypatch)
     values = world.run(job, 2, fault.steps, fault.ends, modes=replace(PATIENT, races=False), route=route).values
     lines = [line for line in capfd.readouterr().out.splitlines() if line.startswith("[ds_zipccl]")]
     text = values[0][1] or "\n".join(lines)
     record_property("outcome", text)
     assert re.search(fault.said, text), text
+    assert len(forgotten_stamps) == ("look at the hardware" in text) * 2
     for coded, error in values:
         assert bool(error) == fault.ends and (error or coded[:5] == [set()] * 4 + [set(fault.coded)])
+        assert error == values[0][1] or "refused" in error  # each rank names its call
