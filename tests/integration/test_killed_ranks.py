@@ -1,4 +1,4 @@
-"""A rank that is killed at any phase of a job with NCCL auto, over the stand-in of tests/support/shim.py: the others end, and name a rank."""
+"""A rank that is killed at any phase of a job with NCCL auto, over the stand-in of tests/support/shim.py: the others end."""
 
 from __future__ import annotations
 
@@ -55,18 +55,13 @@ def job(rank: int, ranks: int, phase: str) -> None:
     step, plant, _ = PHASES[phase]
     topology.here = lambda: str(rank)
     _get_default_store().set_timeout(timedelta(seconds=TIMEOUT))
-    device = torch.device("cpu")
-
-    def maybe(now: int) -> None:
-        if rank == ranks - 1 and step == now:
-            plant()
-
-    maybe(-1)
-    config = start_up.with_all_kernels(CONFIG, device)
-    engine.settle(config, device)
     own = torch.randn(20_000, generator=torch.Generator().manual_seed(rank)).bfloat16()
-    for number in range(6):
-        maybe(number)
+    for number in range(-1, 6):
+        if rank == ranks - 1 and step == number:
+            plant()
+        if number < 0:
+            config = start_up.with_all_kernels(CONFIG, own.device)
+            engine.settle(config, own.device)
         comm.all_gather_into_tensor(own.new_empty(ranks * own.numel()), own, config=config, role="zero_param")
         comm.all_reduce(own.clone(), config=config, role="zero_grad")
         engine.end_step(job)

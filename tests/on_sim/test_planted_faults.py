@@ -3,13 +3,14 @@ plain collectives, ranks switch or stop alike, and the line of rank 0, or the er
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import re
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import timedelta
-from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import corpus
@@ -39,32 +40,17 @@ Plant = Callable[[MonkeyPatch], None]
 BOTH = {"zero_param", "ep"}
 
 
-@dataclass(frozen=True)
-class Fault:
-    """``said``: what the line says, or the error where the job ends. ``coded``: roles in step 5. ``steps``: of the job; the sixth looks."""
-
-    plant: Plant
-    said: str
-    coded: frozenset[str] | set[str] = frozenset()
-    ends: bool = False
-    steps: int = 5
-
-
 # --- when and where
 
 
 def only(when: Callable[[], bool], plant: Plant) -> Plant:
     """What a plant replaces is as before while ``when`` says no."""
 
-    class Patch:
-        def __init__(self, patch: MonkeyPatch) -> None:
-            self.patch = patch
+    def between(patch: MonkeyPatch, owner: Any, name: str, wrong: Any) -> None:
+        good = getattr(owner, name)
+        patch.setattr(owner, name, lambda *given, **named: (wrong if when() else good)(*given, **named))
 
-        def setattr(self, owner: Any, name: str, wrong: Any) -> None:
-            good = getattr(owner, name)
-            self.patch.setattr(owner, name, lambda *given, **named: (wrong if when() else good)(*given, **named))
-
-    return lambda patch: plant(Patch(patch))  # type: ignore[arg-type]
+    return lambda patch: plant(SimpleNamespace(setattr=functools.partial(between, patch)))  # type: ignore[arg-type]
 
 
 emulated = functools.cache(emulation.load)
@@ -138,10 +124,6 @@ def apart(program: str) -> Callable[[MonkeyPatch], object]:
     return fails
 
 
-def no_compiler(patch: MonkeyPatch) -> object:
-    raise RuntimeError("no compiler")
-
-
 def after(name: str, change: Callable[[torch.Tensor], Any]) -> Plant:
     """Change the words that a decoder has written."""
 
@@ -157,16 +139,8 @@ def after(name: str, change: Callable[[torch.Tensor], Any]) -> Plant:
     return plant
 
 
-def last_bit(words: torch.Tensor) -> None:
-    words.view(torch.int16)[-1:] ^= 1
-
-
-def first_bit(words: torch.Tensor) -> None:
-    words.view(torch.int16)[:1] ^= 1
-
-
-def other_nans(words: torch.Tensor) -> None:
-    words.masked_fill_(words.isnan(), torch.nan)
+def flip(at: int) -> Callable[[torch.Tensor], object]:
+    return lambda words: words.view(torch.int16)[at:][:1].bitwise_xor_(1)
 
 
 def small_slots(patch: MonkeyPatch) -> None:
@@ -189,13 +163,13 @@ KERNELS: dict[str, tuple[Callable[[MonkeyPatch], object], str]] = {
        for name, (program, said) in PROGRAMS.items() if isinstance(said, str)},
     "a stamp of another driver": (with_a_stamp({"driver": "another"}, b"one"), "SelfTestError: encode_bf16"),
     "a stamp of another binary": (with_a_stamp({}, b"two"), "SelfTestError: encode_bf16"),
-    "no compiler": (no_compiler, "RuntimeError: no compiler"),
+    "no library": (lambda patch: ctypes.CDLL("missing.so"), "OSError: missing.so: cannot open shared object file"),
 }  # fmt: skip
 CANARY: dict[str, tuple[Plant, str, str]] = {
     "the part of another rank": (at_start.other_rank_skipped, "0, 1", "all_gather_into_tensor: word"),
     "the same on one rank": (only(one_rank, at_start.other_rank_skipped), "1", "all_gather_into_tensor: word"),
     "a wrong sum": (at_start.own_summand_left_out, "0, 1", "all_reduce: word"),
-    "a wrong exchange": (only(one_rank, after("decode_frames", last_bit)), "1", "even all_to_all_single: word"),
+    "a wrong exchange": (only(one_rank, after("decode_frames", flip(-1))), "1", "even all_to_all_single: word"),
     "a byte changes on the way": (at_start.changed_on_the_way, "0, 1", ".*refused: MAGIC"),
     "no memory for frames": (at_start.encoder_of_one_rank, "0, 1", "even all_to_all_single: the device did"),
     "it hangs": (at_start.frames_never_sent, "0, 1", "all_gather_into_tensor: the device did not end its work"),
@@ -205,9 +179,9 @@ LACKS = "ep stays plain, rank 1: OutOfMemoryError: planted; zero_param stays pla
 STEPS: dict[str, tuple[Callable[[], bool], Plant, str, set[str]]] = {
     "the part of another rank": (begun, at_start.other_rank_skipped, "zero_param stays plain, rank 0: .*words wrong, first at", {"ep"}),
     "the same on one rank": (on_one, at_start.other_rank_skipped, "zero_param stays plain, rank 1: .* wrong, first at 0: got 0x", {"ep"}),
-    "the last bit of a gather": (begun, after("decode_gather", last_bit), "zero_param stays plain, .*1 words wrong, .* 49151: ", {"ep"}),
-    "that of an exchange": (on_one, after("decode_frames", last_bit), "ep stays plain, rank 1: .*1 words wrong, .* 24575", {"zero_param"}),
-    "other NaNs": (begun, after("decode_frames", other_nans), "ep stays plain, rank 0: .*got 0x7fc0, wanted 0x7fa5", {"zero_param"}),
+    "the last bit of a gather": (begun, after("decode_gather", flip(-1)), "zero_param stays plain, .*1 words wrong, .* 49151: ", {"ep"}),
+    "that of an exchange": (on_one, after("decode_frames", flip(-1)), "ep stays plain, rank 1: .*1 words wrong, .* 24575", {"zero_param"}),
+    "other NaNs": (begun, after("decode_frames", lambda words: words.masked_fill_(words.isnan(), torch.nan)), "ep stays plain, rank 0: .*got 0x7fc0, wanted 0x7fa5", {"zero_param"}),
     "a refused frame": (begun, in_steps.first_frame_damaged, "ep stays plain, rank 0: .*refused: MAGIC.*saved in", {"zero_param"}),
     "a refused frame of one rank": (on_one, in_steps.first_frame_damaged, "ep stays plain, .*refused: MAGIC", {"zero_param"}),
     "slots too small": (begun, small_slots, "zero_param stays plain, .*refused: OVERFLOWED", {"ep"}),
@@ -219,27 +193,27 @@ WRONG = "role zero_param have wrong words after 6 steps, rank {}: .*1 words wron
 #: After step 5, or 4. The last word: whether the job ends.
 LATER: dict[str, tuple[int, Plant, str, bool]] = {
     "no memory to look": (5, no_memory("_parts"), "zero_param coded from step 5 on", False),
-    "the last bit of a gather": (5, after("decode_gather", last_bit), WRONG.format(0), True),
-    "the same on one rank": (5, only(one_rank, after("decode_gather", first_bit)), WRONG.format(1), True),
+    "the last bit of a gather": (5, after("decode_gather", flip(-1)), WRONG.format(0), True),
+    "the same on one rank": (5, only(one_rank, after("decode_gather", flip(0))), WRONG.format(1), True),
     "a refused frame": (4, in_steps.first_frame_damaged, "refused: MAGIC.*stop the job on all ranks", True),
 }  # fmt: skip
 OFF = r"nccl is off: ranks \[{}\] "
 NO_KERNELS = OFF + r"have no kernels; rank {}: no kernels for cuda tensors here. native: {}"
-FAULTS = {
-    "none": Fault(lambda patch: None, "ep coded from step 5 on.*; zero_param coded from step 5 on", BOTH),
-    "kernels: a wrong byte on all ranks": Fault(
-        no_kernels(KERNELS["a wrong byte"][0], True), NO_KERNELS.format("0, 1", 0, KERNELS["a wrong byte"][1])
-    ),
-    **{f"kernels: {name}": Fault(no_kernels(fails), NO_KERNELS.format(1, 1, said)) for name, (fails, said) in KERNELS.items()},
-    **{f"canary: {name}": Fault(plant, f"{OFF.format(ranks)}did not get the words of the canary right; rank .: {said}")
+#: What is planted, what is said, the roles that are coded in step 5, and whether the job ends.
+FAULTS: dict[str, tuple[Plant, str, set[str], bool]] = {
+    "none": (lambda patch: None, "ep coded from step 5 on.*; zero_param coded from step 5 on", BOTH, False),
+    "kernels: a wrong byte on all ranks": (
+        no_kernels(KERNELS["a wrong byte"][0], True), NO_KERNELS.format("0, 1", 0, KERNELS["a wrong byte"][1]), set(), False),
+    **{f"kernels: {name}": (no_kernels(fails), NO_KERNELS.format(1, 1, said), set(), False) for name, (fails, said) in KERNELS.items()},
+    **{f"canary: {name}": (plant, f"{OFF.format(ranks)}did not get the words of the canary right; rank .: {said}", set(), False)
        for name, (plant, ranks, said) in CANARY.items()},
-    **{f"steps: {name}": Fault(only(when, plant), said, coded) for name, (when, plant, said, coded) in STEPS.items()},
-    **{f"later: {name}": Fault(only(behind_step(step), plant), said, BOTH, ends, 6) for name, (step, plant, said, ends) in LATER.items()},
+    **{f"steps: {name}": (only(when, plant), said, coded, False) for name, (when, plant, said, coded) in STEPS.items()},
+    **{f"later: {name}": (only(behind_step(step), plant), said, BOTH, ends) for name, (step, plant, said, ends) in LATER.items()},
 }  # fmt: skip
 SHORT = ("none", "kernels: a wrong byte", "canary: it hangs", "steps: no memory for a copy", "later: a refused frame")
 
 
-def job(rank: int, ranks: int, steps: int, ends: bool) -> tuple[list[set[str]], str]:
+def job(rank: int, ranks: int, ends: bool) -> tuple[list[set[str]], str]:
     """Start as with a section, then train. Returns the coded roles of each step, and the error that ends the job."""
 
     def same(got: torch.Tensor, wanted: torch.Tensor) -> None:
@@ -247,30 +221,28 @@ def job(rank: int, ranks: int, steps: int, ends: bool) -> tuple[list[set[str]], 
 
     config = start_up.with_all_kernels(CONFIG, torch.device("cuda", rank))
     try:
-        return in_steps.trained(rank, ranks, ("gather", "exchange"), steps, False, config, same), ""
+        return in_steps.trained(rank, ranks, ("gather", "exchange"), 6, False, config, same), ""
     except RuntimeError as error:  # CommError is one
         assert ends, error
         return [], str(error)
 
 
 @pytest.mark.parametrize("name", tiers.mostly_full(FAULTS, SHORT, "as others"))
-def test_a_fault(
-    route: CudaBackend, name: str, tmp_path: Path, monkeypatch: MonkeyPatch, capfd: Any, record_property: Any
-) -> None:
-    fault = FAULTS[name]
+def test_a_fault(route: CudaBackend, name: str, monkeypatch: MonkeyPatch, capfd: Any, record_property: Any) -> None:
+    plant, said, roles, ends = FAULTS[name]
     monkeypatch.setattr(canary, "PATIENCE", timedelta(seconds=0.5))
     monkeypatch.setattr(canary, "_NBYTES", 96 << 10)
     monkeypatch.setattr(nccl, "TIMEOUT", timedelta(seconds=1))
     monkeypatch.setattr(first_steps, "LOOK_STEPS", 5)
     forgotten_stamps: list[bool] = []
     monkeypatch.setattr(self_test, "forget_stamps", lambda: forgotten_stamps.append(True))
-    fault.plant(monkeypatch)
-    values = world.run(job, 2, fault.steps, fault.ends, modes=replace(PATIENT, races=False), route=route).values
+    plant(monkeypatch)
+    values = world.run(job, 2, ends, modes=replace(PATIENT, races=False), route=route).values
     lines = [line for line in capfd.readouterr().out.splitlines() if line.startswith("[ds_zipccl]")]
     text = values[0][1] or "\n".join(lines)
     record_property("outcome", text)
-    assert re.search(fault.said, text), text
+    assert re.search(said, text), text
     assert len(forgotten_stamps) == ("look at the hardware" in text) * 2
     for coded, error in values:
-        assert bool(error) == fault.ends and (error or coded[:5] == [set()] * 4 + [set(fault.coded)])
+        assert bool(error) == ends and (error or coded[:5] == [set()] * 4 + [roles])
         assert error == values[0][1] or "refused" in error  # each rank names its call
