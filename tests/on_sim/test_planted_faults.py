@@ -12,6 +12,7 @@ from dataclasses import replace
 from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import corpus
 import emulation
@@ -40,9 +41,6 @@ Plant = Callable[[MonkeyPatch], None]
 BOTH = {"zero_param", "ep"}
 
 
-# --- when and where
-
-
 def only(when: Callable[[], bool], plant: Plant) -> Plant:
     """What a plant replaces is as before while ``when`` says no."""
 
@@ -60,19 +58,9 @@ def one_rank() -> bool:
     return mine().rank == 1
 
 
-def begun() -> bool:
-    return choice._of_job().first is not None
-
-
-def on_one() -> bool:
-    return one_rank() and begun()
-
-
-def behind_step(number: int) -> Callable[[], bool]:
-    return lambda: begun() and choice._of_job().first._ended >= number  # type: ignore[union-attr]
-
-
-# --- what
+def behind(step: int = 0, ranks: tuple[int, ...] = (0, 1)) -> Callable[[], bool]:
+    """Whether a step has ended, or the canary."""
+    return lambda: mine().rank in ranks and (first := choice._of_job().first) is not None and first._ended >= step
 
 
 def no_kernels(fails: Callable[[MonkeyPatch], object], everywhere: bool = False) -> Plant:
@@ -143,20 +131,20 @@ def flip(at: int) -> Callable[[torch.Tensor], object]:
     return lambda words: words.view(torch.int16)[at:][:1].bitwise_xor_(1)
 
 
+def canonical(words: torch.Tensor) -> None:
+    words.masked_fill_(words.isnan(), torch.nan)
+
+
 def small_slots(patch: MonkeyPatch) -> None:
     agree = gather.agree
     patch.setattr(gather, "agree", lambda *given: [size - 1024 for size in agree(*given)])
 
 
 def no_memory(name: str) -> Plant:
-    def fails(*given: Any) -> Any:
-        raise torch.OutOfMemoryError("planted")
-
-    return lambda patch: patch.setattr(first_steps, name, fails)
+    return lambda patch: patch.setattr(first_steps, name, Mock(side_effect=torch.OutOfMemoryError("planted")))
 
 
-#: Phase -> fault -> what is planted, where it differs the ranks that see it or the condition, words of the line or of the error, and
-#: the roles that are coded all the same.
+#: Fault -> what is planted, words of the line or of the error, and what differs between the faults of a phase.
 KERNELS: dict[str, tuple[Callable[[MonkeyPatch], object], str]] = {
     **{name: (self_tested(call, wrong), f"SelfTestError: {said}") for name, (call, wrong, said) in (MISTAKES | ON_DEVICES).items()},
     **{f"apart, it {name}": (apart(program), f"SelfTestError: {said}".rstrip("$"))
@@ -176,12 +164,13 @@ CANARY: dict[str, tuple[Plant, str, str]] = {
     "a rank does not agree": (at_start.agreement_of_one_rank, "0, 1", ".*did not come within"),
 }
 LACKS = "ep stays plain, rank 1: OutOfMemoryError: planted; zero_param stays plain, rank 1: OutOfMemoryError: planted"
+begun, on_one = behind(), behind(ranks=(1,))
 STEPS: dict[str, tuple[Callable[[], bool], Plant, str, set[str]]] = {
     "the part of another rank": (begun, at_start.other_rank_skipped, "zero_param stays plain, rank 0: .*words wrong, first at", {"ep"}),
     "the same on one rank": (on_one, at_start.other_rank_skipped, "zero_param stays plain, rank 1: .* wrong, first at 0: got 0x", {"ep"}),
     "the last bit of a gather": (begun, after("decode_gather", flip(-1)), "zero_param stays plain, .*1 words wrong, .* 49151: ", {"ep"}),
     "that of an exchange": (on_one, after("decode_frames", flip(-1)), "ep stays plain, rank 1: .*1 words wrong, .* 24575", {"zero_param"}),
-    "other NaNs": (begun, after("decode_frames", lambda words: words.masked_fill_(words.isnan(), torch.nan)), "ep stays plain, rank 0: .*got 0x7fc0, wanted 0x7fa5", {"zero_param"}),
+    "other NaNs": (begun, after("decode_frames", canonical), "ep stays plain, rank 0: .*got 0x7fc0, wanted 0x7fa5", {"zero_param"}),
     "a refused frame": (begun, in_steps.first_frame_damaged, "ep stays plain, rank 0: .*refused: MAGIC.*saved in", {"zero_param"}),
     "a refused frame of one rank": (on_one, in_steps.first_frame_damaged, "ep stays plain, .*refused: MAGIC", {"zero_param"}),
     "slots too small": (begun, small_slots, "zero_param stays plain, .*refused: OVERFLOWED", {"ep"}),
@@ -208,7 +197,7 @@ FAULTS: dict[str, tuple[Plant, str, set[str], bool]] = {
     **{f"canary: {name}": (plant, f"{OFF.format(ranks)}did not get the words of the canary right; rank .: {said}", set(), False)
        for name, (plant, ranks, said) in CANARY.items()},
     **{f"steps: {name}": (only(when, plant), said, coded, False) for name, (when, plant, said, coded) in STEPS.items()},
-    **{f"later: {name}": (only(behind_step(step), plant), said, BOTH, ends) for name, (step, plant, said, ends) in LATER.items()},
+    **{f"later: {name}": (only(behind(step), plant), said, BOTH, ends) for name, (step, plant, said, ends) in LATER.items()},
 }  # fmt: skip
 SHORT = ("none", "kernels: a wrong byte", "canary: it hangs", "steps: no memory for a copy", "later: a refused frame")
 
