@@ -13,14 +13,13 @@ from pytest import MonkeyPatch
 from sim import communicator
 from sim.device import mine
 
-from ds_zipccl.comm.device.streams import Stage
 from ds_zipccl.comm.group_state import group_state
 from ds_zipccl.comm.transport.nccl import NcclTransport
 from ds_zipccl.config import ZipcclConfig
 from ds_zipccl.integration import canary
 from ds_zipccl.kernels.cuda.backend import CudaBackend
 from ds_zipccl.telemetry import counters
-from on_sim import plants, world
+from on_sim import world
 from on_sim.cases import HARD, once
 
 CONFIG = ZipcclConfig(enabled=True, nccl="on", staging_mib=1)
@@ -132,13 +131,3 @@ def agreement_of_one_rank(patch: MonkeyPatch) -> None:
         agree(self, words)
 
     patch.setattr(NcclTransport, "max", fails)
-
-
-@pytest.mark.parametrize("plant", [plants.without_order(Stage.WIRE, Stage.DECODE), plants.no_begin])
-def test_a_lost_wait_is_seen(route: CudaBackend, monkeypatch: MonkeyPatch, plant: plants.Plant) -> None:
-    plant(monkeypatch)
-    plants.fails(healthy, 2, route=route)
-
-
-def healthy(rank: int, ranks: int) -> None:
-    assert not canary.try_out(CONFIG, torch.device("cuda", rank))

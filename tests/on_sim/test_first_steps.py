@@ -50,10 +50,6 @@ def forgotten(tmp_path: Path, monkeypatch: MonkeyPatch) -> Any:
         one.first = None
 
 
-class Engine:
-    """Stands for an engine."""
-
-
 def trained(
     rank: int,
     ranks: int,
@@ -65,7 +61,7 @@ def trained(
 ) -> list[set[str]]:
     """Calls of each step, whose words are those of plain collectives; the roles that were coded, by step."""
     levels.pretend(levels.nodes_of(ranks, 1))
-    device, engine = torch.device("cuda", rank), Engine()
+    device, engine = torch.device("cuda", rank), object()
     if choice._of_job().first is None:
         choice.settle(config, device)
     found = []
@@ -160,8 +156,8 @@ def test_the_words_around_a_mistake_are_saved(
     assert (got != wanted).nonzero()[0].tolist() == list(range(place, place + count)) and about["wrong"] == count
     words = torch.cat([weights(rank, NUMEL, 1) for rank in range(2)]).view(torch.int16)  # of step 2
     words.view(2, -1)[:, 7::1001] = 0x7FA5
-    first = max(0, at - most // 4)
-    assert about["first_saved"] == first and wanted.tolist() == words[first : at + most // 4].tolist()
+    assert about["first_saved"] == max(0, at - most // 4)
+    assert wanted.tolist() == words[about["first_saved"] : at + most // 4].tolist()
     said = re.search(r"got 0x(\w+), wanted 0x(\w+)", line)
     assert said and [int(word, 16) for word in said.groups()] == [int(some[place]) & 0xFFFF for some in (got, wanted)]
 
@@ -194,7 +190,6 @@ def test_comparing_costs_the_plain_bytes_and_little_more(route: CudaBackend, mon
     for name in ("gather", "exchange"):
         plain = steps(trained, (name,), 6, False, never)[-1]
         _, second, third, _, fifth, sixth = steps(trained, (name,), 6, False)
-        print(f"{name}: bytes, launches: plain {plain}, comparing {third}, coded {fifth}")
         assert second[0] == third[0] and fifth == sixth and fifth[0] < plain[0]
         assert third[0] - fifth[0] <= 1.3 * plain[0] and third[1] - fifth[1] <= plain[1] + 24
         bytes_of = bytes_of | {name: (plain[0], fifth[0])}

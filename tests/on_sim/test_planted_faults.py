@@ -8,7 +8,6 @@ import functools
 import re
 import sys
 from collections.abc import Callable
-from dataclasses import replace
 from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
@@ -34,7 +33,6 @@ from ds_zipccl.kernels.cuda.backend import CudaBackend
 from on_sim import plants, world
 from on_sim import test_canary as at_start
 from on_sim import test_first_steps as in_steps
-from on_sim.cases import PATIENT
 from on_sim.test_first_steps import CONFIG, forgotten  # noqa: F401
 
 Plant = Callable[[MonkeyPatch], None]
@@ -81,10 +79,6 @@ def no_kernels(fails: Callable[[MonkeyPatch], object], everywhere: bool = False)
         patch.setattr(kernels, "route", refuse)
 
     return plant
-
-
-def self_tested(call: str, wrong: Callable[..., Any]) -> Callable[[MonkeyPatch], object]:
-    return lambda patch: self_test.prove(Planted(emulated(), call, wrong))
 
 
 def with_a_stamp(facts: dict[str, str], binary: bytes) -> Callable[[MonkeyPatch], object]:
@@ -146,7 +140,8 @@ def no_memory(name: str) -> Plant:
 
 #: Fault -> what is planted, words of the line or of the error, and what differs between the faults of a phase.
 KERNELS: dict[str, tuple[Callable[[MonkeyPatch], object], str]] = {
-    **{name: (self_tested(call, wrong), f"SelfTestError: {said}") for name, (call, wrong, said) in (MISTAKES | ON_DEVICES).items()},
+    **{name: (lambda patch, call=call, wrong=wrong: self_test.prove(Planted(emulated(), call, wrong)), f"SelfTestError: {said}")
+       for name, (call, wrong, said) in (MISTAKES | ON_DEVICES).items()},
     **{f"apart, it {name}": (apart(program), f"SelfTestError: {said}".rstrip("$"))
        for name, (program, said) in PROGRAMS.items() if isinstance(said, str)},
     "a stamp of another driver": (with_a_stamp({"driver": "another"}, b"one"), "SelfTestError: encode_bf16"),
@@ -223,15 +218,14 @@ def test_a_fault(route: CudaBackend, name: str, monkeypatch: MonkeyPatch, capfd:
     monkeypatch.setattr(canary, "_NBYTES", 96 << 10)
     monkeypatch.setattr(nccl, "TIMEOUT", timedelta(seconds=1))
     monkeypatch.setattr(first_steps, "LOOK_STEPS", 5)
-    forgotten_stamps: list[bool] = []
-    monkeypatch.setattr(self_test, "forget_stamps", lambda: forgotten_stamps.append(True))
+    monkeypatch.setattr(self_test, "forget_stamps", forget := Mock())
     plant(monkeypatch)
-    values = world.run(job, 2, ends, modes=replace(PATIENT, races=False), route=route).values
+    values = world.run(job, 2, ends, modes=world.Modes(patient=True, races=False), route=route).values
     lines = [line for line in capfd.readouterr().out.splitlines() if line.startswith("[ds_zipccl]")]
     text = values[0][1] or "\n".join(lines)
     record_property("outcome", text)
     assert re.search(said, text), text
-    assert len(forgotten_stamps) == ("look at the hardware" in text) * 2
+    assert forget.call_count == ("look at the hardware" in text) * 2
     for coded, error in values:
         assert bool(error) == ends and (error or coded[:5] == [set()] * 4 + [roles])
         assert error == values[0][1] or "refused" in error  # each rank names its call
