@@ -72,7 +72,7 @@ def test_a_rank_is_killed(phase: str, monkeypatch: pytest.MonkeyPatch, record_pr
         runner.run(job, 3, phase, backend=shim.NAME, timeout=90)
     assert time.monotonic() - begin < 30
     ends = dict(re.findall(r"^rank (\d): (.*?)(?=^rank \d: |\Z)", str(caught.value), re.M | re.S))
-    record_property("outcome", "; ".join(f"rank {rank}: {said.splitlines()[-1]}" for rank, said in ends.items()))
+    record_property("outcome", "; ".join(f"rank {rank}: {end.strip().splitlines()[-1]}" for rank, end in ends.items()))
     assert ends.pop("2").startswith("died without a word")
     said = PHASES[phase][2]
     assert [rank for rank in ends if re.search(said, ends[rank])] == (["0", "1"] if said else []), ends
