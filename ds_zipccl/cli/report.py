@@ -220,11 +220,7 @@ def _section() -> str:
 
 def nccl() -> Mapping[str, str]:
     """NCCL's version, the key that codes NCCL groups, and the variables of :data:`NCCL_VARIABLES`."""
-    return {
-        "version": _told(_nccl_version),
-        'key "nccl"': _told(_nccl_key),
-        **_variables(NCCL_VARIABLES),
-    }
+    return {"version": _told(_nccl_version), 'key "nccl"': _told(_nccl_key), **_variables(NCCL_VARIABLES)}
 
 
 def _variables(about: Mapping[str, str]) -> dict[str, str]:

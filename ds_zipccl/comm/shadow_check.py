@@ -12,15 +12,18 @@ too. Other operations round once. Every contribution that is not finite must lea
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+import json
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 import numpy as np
 import torch
+import torch.distributed as dist
 
-from ds_zipccl import tensors
+from ds_zipccl import __version__, tensors
 from ds_zipccl.codecs import project
 from ds_zipccl.comm.work import CommError
+from ds_zipccl.kernels import build
 from ds_zipccl.lossy import LossyCodec
 
 #: The differences that are allowed from the plain results: none; the payloads of NaNs; rounding as well; the error of a lossy codec.
@@ -30,7 +33,8 @@ Plain = Callable[[Sequence[torch.Tensor], Sequence[torch.Tensor], bool], Any]
 
 #: A lossy result may be off by this many times the error that the codec explains.
 SLACK = 1.15
-_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+#: Bytes of an element -> the dtype of its bits.
+WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class ShadowMismatch(CommError):
@@ -181,7 +185,7 @@ def _typical_error(codec: LossyCodec) -> float:
 
 def bits(tensor: torch.Tensor) -> torch.Tensor:
     """Return the tensor's bit patterns as integers."""
-    return tensor.view(_WORDS[tensor.element_size()])
+    return tensor.view(WORDS[tensor.element_size()])
 
 
 def _beyond_rounding(got: torch.Tensor, want: torch.Tensor, magnitude: torch.Tensor, ranks: int) -> torch.Tensor:
@@ -206,3 +210,22 @@ def hexadecimal(value: torch.Tensor) -> str:
 def word_text(word: int, nbytes: int) -> str:
     """Return a word of so many bytes, given with or without a sign, such as 0x7fc0."""
     return f"0x{word & (1 << 8 * nbytes) - 1:0{2 * nbytes}x}"
+
+
+def saved(about: Mapping[str, Any], got: torch.Tensor, wanted: torch.Tensor) -> str:
+    """Save words of two results for a bug report, and return a text with the file; each rank has one. Both hold bit patterns."""
+    rank = dist.get_rank()
+    about = {
+        **about,
+        "rank": rank,
+        "ranks": dist.get_world_size(),
+        "ds_zipccl": __version__,
+        "torch": torch.__version__,
+    }
+    try:
+        path = build.cache_root() / f"zipccl_mismatch_{rank}.npz"
+        path.touch(mode=0o600)  # or a folder with it could not be trusted
+        np.savez(path, about=json.dumps(about), got=got.numpy(), wanted=wanted.numpy())
+    except (OSError, build.BuildError) as error:
+        return f"not saved: {error}"
+    return f"saved in {path}"

@@ -63,7 +63,13 @@ class ToldTexts:
         """
         with self._lock:
             if not self._texts:
-                found = _get_default_store().multi_get(list(self._keys.values()))
+                store = _get_default_store()
+                try:
+                    found = store.multi_get(list(self._keys.values()))
+                except RuntimeError as error:  # it names a key
+                    late = [rank for rank, key in self._keys.items() if not store.check([key])]
+                    text = f"ranks {late} did not come within the timeout of the rendezvous store; see their output"
+                    raise RuntimeError(text) from error
                 self._texts = {
                     rank: said.decode(errors="replace") for rank, said in zip(self._keys, found, strict=True)
                 }

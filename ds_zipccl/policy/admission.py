@@ -157,8 +157,8 @@ class PassReason(Enum):
     WRONG_WORDS = (
         "wrong words in the first steps",
         "With `nccl` auto, the first steps have compared coded copies with plain results, and words of this role differed on some rank. A "
-        "line of rank 0 has the rank, the operation and the words.",
-        "Please report the line, with the GPU, its driver and the version of NCCL.",
+        "line of rank 0 has the rank, the operation, the words, and a file with the words around them. Or that rank lacked memory.",
+        "Please report the line and the file, with the GPU, its driver and the version of NCCL.",
     )
     NOT_ON_DEVICE = (
         "no schedule on NCCL for {}",

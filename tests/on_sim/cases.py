@@ -134,11 +134,7 @@ def bytes_sent(nodes: Sequence[Sequence[int]], between: bool = True) -> float:
                 peers = zip(communicator.ranks, call.sent, strict=True)
                 total += sum(sent * itemsize for peer, sent in peers if (where[peer] != where[me]) == between)
             elif call.kind != "all_to_all" and between and links > 1:
-                ring = {
-                    "all_gather": count - 1,
-                    "reduce_scatter": (count - 1) / count,
-                    "all_reduce": 2 * (count - 1) / count,
-                    "reduce": 1,
-                }
+                part = (count - 1) / count
+                ring = {"all_gather": count - 1, "reduce_scatter": part, "all_reduce": 2 * part, "reduce": 1}
                 total += ring[call.kind] * nbytes * (links - (call.kind == "reduce")) / count
     return total

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
-from datetime import timedelta
 from typing import Any
 
 import levels
@@ -15,15 +13,14 @@ from pytest import MonkeyPatch
 from sim import communicator
 from sim.device import mine
 
-from ds_zipccl.comm.device.streams import Stage
 from ds_zipccl.comm.group_state import group_state
 from ds_zipccl.comm.transport.nccl import NcclTransport
 from ds_zipccl.config import ZipcclConfig
 from ds_zipccl.integration import canary
 from ds_zipccl.kernels.cuda.backend import CudaBackend
 from ds_zipccl.telemetry import counters
-from on_sim import plants, world
-from on_sim.cases import HARD, PATIENT, once
+from on_sim import world
+from on_sim.cases import HARD, once
 
 CONFIG = ZipcclConfig(enabled=True, nccl="on", staging_mib=1)
 
@@ -134,34 +131,3 @@ def agreement_of_one_rank(patch: MonkeyPatch) -> None:
         agree(self, words)
 
     patch.setattr(NcclTransport, "max", fails)
-
-
-FAULTS: dict[Callable[[MonkeyPatch], None], tuple[str, str]] = {
-    other_rank_skipped: ("all_gather_into_tensor: word 0 is 0x", "all_gather_into_tensor"),
-    own_summand_left_out: ("all_reduce: word ", "all_reduce"),
-    changed_on_the_way: ("all_gather_into_tensor: word 0 is 0xffff", "refused: MAGIC"),
-    encoder_of_one_rank: ("", "planted"),
-    frames_never_sent: ("all_gather_into_tensor: the device did not end its work within 0:00:00.5", "planted"),
-    agreement_of_one_rank: ("did not come within 0:00:00.5", "planted"),
-}
-
-
-@pytest.mark.parametrize("plant", FAULTS, ids=lambda plant: plant.__name__)
-def test_a_fault_is_named_on_all_ranks(
-    route: CudaBackend, monkeypatch: MonkeyPatch, plant: Callable[[MonkeyPatch], None]
-) -> None:
-    monkeypatch.setattr(canary, "PATIENCE", timedelta(seconds=0.5))
-    plant(monkeypatch)
-    first, *others = world.run(tried, 3, (), modes=PATIENT, route=route).values
-    assert first[0] and all(other == first for other in others)
-    assert all(text in " ".join(first[0].values()) for text in FAULTS[plant])
-
-
-@pytest.mark.parametrize("plant", [plants.without_order(Stage.WIRE, Stage.DECODE), plants.no_begin])
-def test_a_lost_wait_is_seen(route: CudaBackend, monkeypatch: MonkeyPatch, plant: plants.Plant) -> None:
-    plant(monkeypatch)
-    plants.fails(healthy, 2, route=route)
-
-
-def healthy(rank: int, ranks: int) -> None:
-    assert not canary.try_out(CONFIG, torch.device("cuda", rank))

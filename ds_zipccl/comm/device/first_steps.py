@@ -27,10 +27,10 @@ from ds_zipccl.comm.device.sizes import Refused, largest
 from ds_zipccl.comm.device.streams import Stage
 from ds_zipccl.comm.group_state import resolve_group
 from ds_zipccl.comm.request import Request, logical_order
-from ds_zipccl.comm.shadow_check import bits, word_text
+from ds_zipccl.comm.shadow_check import WORDS, bits, saved, word_text
 from ds_zipccl.comm.topology import tell
 from ds_zipccl.comm.work import CommError
-from ds_zipccl.config import ZipcclConfig
+from ds_zipccl.config import ROLES, ZipcclConfig
 from ds_zipccl.kernels import self_test
 from ds_zipccl.ops import OPS
 from ds_zipccl.policy import trial
@@ -49,6 +49,9 @@ LOOK_STEPS = 1000
 #: and a mask take some three and a half times as much memory, equal on all ranks, beside the model).
 MOST_BYTES = 64 << 20
 
+#: Bytes of each of both results, around the first wrong word, that are saved (admission: 16 blocks of a kernel, beside the model).
+SAVED_BYTES = 512 << 10
+
 #: A kind of calls: operation, role, dtype, group, size class.
 _Kind = tuple[str, str, torch.dtype, str, int]
 
@@ -61,15 +64,17 @@ class FirstSteps:
         self.proven: set[str] = set()
         self.wrong: dict[str, str] = {}
         self._calls: Counter[_Kind] = Counter()
-        #: Kind -> number of wrong words, place of the first one, its bits, and those wanted; on the device.
-        self._found: dict[_Kind, torch.Tensor] = {}
-        self._failed: dict[str, str] = {}  # role -> the error of its frames
+        #: Role -> what :func:`_difference` has found in the first call with a wrong word; on the device.
+        self._found: dict[str, torch.Tensor] = {}
+        self._compared: list[tuple[_Kind, int]] = []  # kind and words of each call
+        self._saved = False
+        self._failed: dict[str, str] = {}  # role -> the error of its frames, or of this rank's memory
         self._steps: Counter[str] = Counter()
         self._now: set[str] = set()  # roles of the step that runs
         self._ended, self._due = 0, 1 + STEPS
         self._looking = False  # the step that runs compares proven roles too
         #: Role -> its reports, apart from those of the job, which a refused frame stops.
-        self._reports: dict[str, Reports] = {}
+        self._reports = {role: Reports(device) for role in ROLES}
 
     def reason(self, role: str) -> PassReason | None:
         """Return why the moves of a role pass in the step that runs; None if they are proven."""
@@ -86,38 +91,53 @@ class FirstSteps:
         Args:
             handle: of the plain call; None: the current stream has waited for it.
         """
-        if not self._ended:
-            return
         role = request.options.role
-        kind = request.op, role, request.tensor.dtype, str(resolve_group(request.group).group_name), _size(request)
+        if not self._ended or (self._due > LAST and role not in self.proven):  # nothing would be decided any more
+            return
+        size = 0 if request.numel is None else trial.size_class(max(1, request.nbytes()))
+        kind = request.op, role, request.tensor.dtype, str(resolve_group(request.group).group_name), size
         self._now.add(role)
         kinds = sum(other[3] == kind[3] for other in self._calls)  # of the group: its ranks must count alike
         if self._calls[kind] >= CALLS or (kind not in self._calls and kinds >= KINDS):
             return
         self._calls[kind] += 1
-        if role not in self._reports:
-            self._reports[role] = Reports(self._device)  # before the streams begin, which use its words
         ctx = DeviceContext(*request.call(self._config.codec))
-        ctx.reports = self._reports[role]
+        ctx.reports, lacks = self._reports[role], 0
         with ctx.streams.on(Stage.DECODE):
             if handle is not None:
                 handle.wait()
-            got, want = [], []
-            sources, wanted = _parts(request, ctx)
-            for part in wanted:
-                want.append(part.contiguous())
-                got.append(tensors.empty(part.numel(), part.dtype, part.device))
-            ctx.streams.order(Stage.DECODE, Stage.ENCODE)
+            try:
+                sources, wanted = _parts(request, ctx)
+                want = [part.contiguous() for part in wanted]
+                got = [tensors.empty(part.numel(), part.dtype, part.device) for part in want]
+            except RuntimeError as error:  # torch.OutOfMemoryError is one; the other ranks must not wait for this one
+                lacks = self._fail(role, error)
+        ctx.streams.order(Stage.DECODE, Stage.ENCODE)
         try:
-            _move(ctx, request, sources, got)
+            if not largest(ctx, lacks):
+                _move(ctx, request, sources, got)
+                with ctx.streams.on(Stage.DECODE):
+                    self._look(kind, *(some[0] if len(some) == 1 else torch.cat(some) for some in (got, want)))
         except Refused as error:  # on all ranks of the group
             self._failed.setdefault(role, str(error))
-            got = want
-        with ctx.streams.on(Stage.DECODE):
-            found = _difference(*(some[0] if len(some) == 1 else torch.cat(some) for some in (got, want)))
-            before = self._found.get(kind)
-            self._found[kind] = found if before is None else torch.where(before[:1] > 0, before, found)
         ctx.streams.join(ctx.streams.record_all())
+
+    def _fail(self, role: str, error: Exception) -> int:
+        """Note that this rank could not compare a role, which stays plain, or proven where it was proven before."""
+        if role not in self.proven:
+            self._failed.setdefault(role, f"{type(error).__name__}: {error}")
+        return 1
+
+    def _look(self, kind: _Kind, got: torch.Tensor, want: torch.Tensor) -> None:
+        """Find the first wrong word of a call, and keep it unless an earlier call of the role had one. Work of the current stream."""
+        if not got.numel():
+            return
+        try:
+            found, before = _difference(got, want, len(self._compared)), self._found.get(kind[1])
+            self._found[kind[1]] = found if before is None else torch.where(before[:1] > 0, before, found)
+            self._compared.append((kind, got.numel()))
+        except RuntimeError as error:  # torch.OutOfMemoryError is one
+            self._fail(kind[1], error)
 
     def end_step(self) -> str:
         """Note that an optimizer step has ended; return the line for the user where roles were decided on, "" otherwise. A collective of
@@ -157,7 +177,7 @@ class FirstSteps:
             elif role not in self.proven and min(steps for steps, _ in seen.values()) >= STEPS:
                 self.proven.add(role)
                 lines.append(f"{role} coded from step {self._ended + 1} on, as all words compared were right")
-        self._found = {kind: one for kind, one in self._found.items() if not {kind[1]} & {*self.proven, *self.wrong}}
+        self._found = {role: one for role, one in self._found.items() if role not in {*self.proven, *self.wrong}}
         return "; ".join(lines)
 
     def _on_any_rank(self, found: bool) -> bool:
@@ -166,20 +186,23 @@ class FirstSteps:
             return bool(largest(ctx, int(found)))
 
     def _said(self, role: str) -> str:
-        """Return the first mistake in the frames of a role, "" where there is none. Waits for the device."""
-        refused = self._failed.get(role) or (self._reports[role].describe() if role in self._reports else "")
-        if refused:
-            return refused
-        for kind, found in self._found.items():
-            count, place, got, want = found.tolist() if kind[1] == role else (0, 0, 0, 0)
-            if count:
-                words = "got {}, wanted {}".format(*(word_text(word, kind[2].itemsize) for word in (got, want)))
-                return f"{kind[0]} of {str(kind[2]).removeprefix('torch.')}: {count} words wrong, first at {place}: {words}"
-        return ""
-
-
-def _size(request: Request) -> int:
-    return 0 if request.numel is None else trial.size_class(max(1, request.nbytes()))
+        """Return the first mistake in the frames of a role, "" where there is none. Waits for the device. The words around the first
+        mistake of this rank go to a file."""
+        said = [self._failed.get(role) or self._reports[role].describe()]
+        count, place, call = self._found[role][:3].tolist() if role in self._found else (0, 0, 0)
+        if count:
+            (op, _, dtype, group, _), numel = self._compared[call]
+            both = self._found[role][3:].cpu().view(2, -1).view(WORDS[dtype.itemsize])
+            middle = both.shape[1] // 2
+            words = "got {}, wanted {}".format(*(word_text(int(word), dtype.itemsize) for word in both[:, middle]))
+            name = str(dtype).removeprefix("torch.")
+            said.append(f"{op} of {name}: {count} words wrong, first at {place}: {words}")
+            if not self._saved:
+                self._saved, first = True, max(0, place - middle)
+                about = {"op": op, "role": role, "dtype": name, "group": group, "words": numel, "wrong": count, "first_wrong": place,
+                         "first_saved": first, "steps": self._ended, "config": str(self._config)}  # fmt: skip
+                said.append(saved(about, *both[:, middle - (place - first) : middle - place + numel]))
+        return "; ".join(filter(None, said))
 
 
 def _parts(request: Request, ctx: DeviceContext) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
@@ -193,15 +216,12 @@ def _parts(request: Request, ctx: DeviceContext) -> tuple[list[torch.Tensor], li
         if request.op == "all_gather":
             outputs = [torch.cat(outputs)]
         return [one[:most] for one in inputs], [_rows(one, ranks, most) for one in outputs]
-    if request.op == "all_to_all":
-        return [one[:most] for one in inputs], [one[:most] for one in outputs]
-    if request.numel is None:
-        cut = [
-            one.split(list(sizes))
-            for one, sizes in ((inputs[0], request.segments.leaving), (outputs[0], request.segments.coming))
-        ]
-        return [one[:most] for one in cut[0]], [one[:most] for one in cut[1]]
-    return [_rows(inputs[0], ranks, most)], [_rows(outputs[0], ranks, most)]
+    if request.op != "all_to_all" and request.numel is not None:
+        return [_rows(inputs[0], ranks, most)], [_rows(outputs[0], ranks, most)]
+    if request.op != "all_to_all":
+        segments = request.segments
+        inputs, outputs = [*inputs[0].split(list(segments.leaving))], [*outputs[0].split(list(segments.coming))]
+    return [one[:most] for one in inputs], [one[:most] for one in outputs]
 
 
 def _rows(flat: torch.Tensor, ranks: int, most: int) -> torch.Tensor:
@@ -218,11 +238,14 @@ def _move(ctx: DeviceContext, request: Request, sources: Sequence[torch.Tensor],
         exchange_uneven(ctx, sources, outs)
 
 
-def _difference(got: torch.Tensor, want: torch.Tensor) -> torch.Tensor:
-    """Return the number of words that differ, the place of the first one, and both of its words; int64, on the device."""
+def _difference(got: torch.Tensor, want: torch.Tensor, call: int) -> torch.Tensor:
+    """Return, int64 and on the device, the number of words that differ, the place of the first one, the number of the call, and the bits of
+    ``got`` and ``want`` around that place, :data:`SAVED_BYTES` of each: the place is in the middle, and words at the ends repeat."""
     got, want = bits(got), bits(want)
-    if not len(got):
-        return tensors.filled(4, 0, torch.int64, got.device)
     wrong = (got != want).to(torch.uint8)
     first = wrong.argmax().view(1)
-    return torch.cat([wrong.sum().view(1), first, *(one.index_select(0, first).to(torch.int64) for one in (got, want))])
+    count = SAVED_BYTES // got.itemsize
+    near = tensors.filled(count, 1, torch.int64, got.device).cumsum(0).add_(first - count // 2 - 1)
+    near.clamp_(0, len(got) - 1)
+    words = [one.index_select(0, near).view(torch.int64) for one in (got, want)]
+    return torch.cat([wrong.sum().view(1), first, tensors.filled(1, call, torch.int64, got.device), *words])
