@@ -23,7 +23,7 @@ from ds_zipccl.comm.device.context import DeviceContext
 from ds_zipccl.comm.device.exchange import exchange_even, exchange_uneven
 from ds_zipccl.comm.device.gather import Shard
 from ds_zipccl.comm.device.reports import Reports
-from ds_zipccl.comm.device.sizes import Refused, largest
+from ds_zipccl.comm.device.sizes import REMEDY, Refused, largest
 from ds_zipccl.comm.device.streams import Stage
 from ds_zipccl.comm.group_state import resolve_group
 from ds_zipccl.comm.request import Request, logical_order
@@ -119,7 +119,7 @@ class FirstSteps:
                 with ctx.streams.on(Stage.DECODE):
                     self._look(kind, *(some[0] if len(some) == 1 else torch.cat(some) for some in (got, want)))
         except Refused as error:  # on all ranks of the group
-            self._failed.setdefault(role, str(error))
+            self._failed.setdefault(role, str(error).removesuffix(REMEDY))
         ctx.streams.join(ctx.streams.record_all())
 
     def _fail(self, role: str, error: Exception) -> int:

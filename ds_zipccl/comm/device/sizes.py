@@ -20,6 +20,8 @@ from ds_zipccl.telemetry import counters
 #: Python's lock, which the threads of a data loader want too).
 _LOOKS, _SLEEP_S = 50, 2e-5
 
+#: End of the message of a refused frame.
+REMEDY = "; words of refused frames are NaN; stop the job on all ranks"
 #: Reports in a message (admission: the first of many tell enough).
 _TEXTS = 3
 
@@ -89,7 +91,7 @@ def _raise_refused(ctx: DeviceContext, failed: bool | int) -> None:
     if failed:
         said = dict.fromkeys(tell(ctx, ctx.reports.describe()))  # a collective: all ranks know that there is a failure
         everyones = "; ".join([text for text in said if text][:_TEXTS])
-        raise Refused(str(ctx.error(f"{everyones}; words of refused frames are NaN; stop the job on all ranks")))
+        raise Refused(str(ctx.error(f"{everyones}{REMEDY}")))
 
 
 def _host(streams: Streams, numel: int) -> torch.Tensor:
