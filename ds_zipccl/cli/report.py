@@ -4,20 +4,27 @@ A section that fails shows the reason in its place, and the rest is printed. The
 route works, if there is a CUDA device and no CUDA route works, if a route for a device named by ``--require`` does not work, or if that
 named by ``--route`` does not. Every route is tried: the first report may build the native ones, which takes a while. Rows in ``--json``:
 ``device``, ``route``, ``usable``, ``reason``; in addition one key per section.
+
+``--bundle`` writes one zip file to attach to a bug report: the report with the self-tests of the kernels, the words around mistakes that
+jobs of this user have saved on this machine, and the files of ``--attach``. Look into the file before you send it: configs name places.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import functools
 import importlib.metadata
+import json
 import os
 import shlex
 import subprocess
-from collections.abc import Callable, Mapping
+import zipfile
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ds_zipccl.cli import tables
+from ds_zipccl.cli import ToolError, tables
 
 if TYPE_CHECKING:
     from ds_zipccl.config import ZipcclConfig
@@ -50,9 +57,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="exit with 1 unless every route for this type of device works here: cpu or cuda; may be repeated",
     )  # fmt: skip
 
+    parser.add_argument("--bundle", metavar="FILE", help="write one zip file for a bug report")
+    attached = "with --bundle: files for it, such as the output of the job, its ds_config.json and its step_log"
+    parser.add_argument("--attach", nargs="+", default=[], metavar="FILE", help=attached)
+
 
 def main(args: argparse.Namespace) -> int:
-    """Run ``report``; 1 if tensors of a device that is here cannot be coded."""
+    """Run ``report``; 1 if tensors of a device that is here cannot be coded.
+
+    Raises:
+        ToolError: a file of ``--attach`` is missing, or the bundle cannot be written.
+    """
+    if absent := [name for name in args.attach if not Path(name).is_file()]:
+        raise ToolError(f"--attach {absent[0]}: no such file")
+    if args.attach and not args.bundle:
+        raise ToolError("--attach is for --bundle: name the zip file to write")
     tables.complain("# trying every route; the first time this builds them")
     sections = SECTIONS | {"routes": functools.partial(routes, args.route)}
     found = {name: attempt(section) for name, section in sections.items()}
@@ -67,6 +86,8 @@ def main(args: argparse.Namespace) -> int:
             for device, route, reason in ((*key.partition(" ")[::2], reason) for key, reason in found["routes"].items())
         ]
         tables.write_json(args.json, rows, args.command, **found)
+    if args.bundle:
+        tables.say(f"bundle: {args.bundle}, with {', '.join(_write_bundle(args.bundle, args.attach, found))}")
     useless = [device for device in _devices() if USABLE not in _of(device, found["routes"])]
     incomplete = [device for device in args.require if set(_of(device, found["routes"])) != {USABLE}]
     if args.route:
@@ -79,6 +100,30 @@ def main(args: argparse.Namespace) -> int:
             listed = " and ".join(dict.fromkeys(name if name == args.route else name.upper() for name in names))
             tables.say(f"{said.format(listed)}; the reasons are under routes")
     return 1 if useless or incomplete else 0
+
+
+def _write_bundle(path: str, attached: Sequence[str], found: Mapping[str, Any]) -> list[str]:
+    """Write the zip file of ``--bundle``, and return the names in it."""
+    mistakes: list[Path] = []
+    content = {"versions": tables.versions(), **found, "kernels": attempt(_proofs)}
+    with contextlib.suppress(Exception):  # as in attempt()
+        from ds_zipccl.comm.shadow_check import saved_files
+
+        mistakes = saved_files()
+    try:
+        with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as bundle:
+            bundle.writestr("report.json", json.dumps(content, indent=1))
+            for number, file in enumerate([*mistakes, *map(Path, attached)]):
+                bundle.write(file, f"{number}-{file.name}")
+            return bundle.namelist()
+    except OSError as error:
+        raise ToolError(f"--bundle {path}: {error}") from None
+
+
+def _proofs() -> Mapping[str, str]:
+    from ds_zipccl.kernels import self_test
+
+    return {" ".join(key): str(proof) for key, proof in self_test.PROOFS.items()}
 
 
 def _devices() -> list[str]:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import functools
 import json
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
@@ -33,6 +34,8 @@ Plain = Callable[[Sequence[torch.Tensor], Sequence[torch.Tensor], bool], Any]
 
 #: A lossy result may be off by this many times the error that the codec explains.
 SLACK = 1.15
+#: Name of the file of a rank with the words around a mistake, in the cache folder.
+_SAVED = "zipccl_mismatch_{}.npz"
 #: Bytes of an element -> the dtype of its bits.
 WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -212,6 +215,14 @@ def word_text(word: int, nbytes: int) -> str:
     return f"0x{word & (1 << 8 * nbytes) - 1:0{2 * nbytes}x}"
 
 
+def saved_files() -> list[Path]:
+    """Return the files of :func:`saved` that jobs of this user have left on this machine."""
+    try:
+        return sorted(build.cache_root().glob(_SAVED.format("*")))
+    except (OSError, build.BuildError):
+        return []
+
+
 def saved(about: Mapping[str, Any], got: torch.Tensor, wanted: torch.Tensor) -> str:
     """Save words of two results for a bug report, and return a text with the file; each rank has one. Both hold bit patterns."""
     rank = dist.get_rank()
@@ -223,7 +234,7 @@ def saved(about: Mapping[str, Any], got: torch.Tensor, wanted: torch.Tensor) -> 
         "torch": torch.__version__,
     }
     try:
-        path = build.cache_root() / f"zipccl_mismatch_{rank}.npz"
+        path = build.cache_root() / _SAVED.format(rank)
         path.touch(mode=0o600)  # or a folder with it could not be trusted
         np.savez(path, about=json.dumps(about), got=got.numpy(), wanted=wanted.numpy())
     except (OSError, build.BuildError) as error:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import io
+import json
+import zipfile
 from fractions import Fraction
 from importlib import metadata
 from pathlib import Path
@@ -21,6 +23,7 @@ from ds_zipccl.benchmarks.codec import trial as codec_trial
 from ds_zipccl.benchmarks.comm import cases
 from ds_zipccl.benchmarks.comm import trial as comm_trial
 from ds_zipccl.benchmarks.exponents import Fields
+from ds_zipccl.comm import shadow_check
 from ds_zipccl.frame import FrameError, FrameErrorCode
 from ds_zipccl.kernels import build
 from ds_zipccl.kernels.cuda import cupy_kernels
@@ -266,6 +269,29 @@ def test_report_here(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     coverage = "on groups that DeepSpeed makes here"
     for text in (metadata.version("torch"), "zipccl_cpu", "DS_ZIPCCL_CACHE", "torch.backends", "cpu native", coverage):
         assert text in printed
+
+
+def test_a_bundle_for_a_bug_report(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The report, the words around a mistake, and what the user names; nothing else of the folders."""
+    mistake = tmp_path / "zipccl_mismatch_3.npz"
+    mistake.write_bytes(b"words")
+    monkeypatch.setattr(shadow_check, "saved_files", lambda: [mistake])
+    config, bundle = tmp_path / "ds_config.json", tmp_path / "bundle.zip"
+    config.write_text("{}")
+    outcome(tmp_path, "report", "--bundle", str(bundle), "--attach", str(config))
+    with zipfile.ZipFile(bundle) as found:
+        assert found.namelist() == ["report.json", "0-zipccl_mismatch_3.npz", "1-ds_config.json"]
+        assert found.read("0-zipccl_mismatch_3.npz") == b"words"
+        content = json.loads(found.read("report.json"))
+    assert (
+        content["kernels"]["cpu native"].startswith("proven by") and content["versions"]["torch"] and content["routes"]
+    )
+    assert f"bundle: {bundle}, with report.json" in capsys.readouterr().out
+    assert_refused(["report", "--bundle", str(bundle), "--attach", "missing"], "--attach missing: no such file", capsys)
+    assert_refused(["report", "--attach", str(config)], "--attach is for --bundle", capsys)
+    assert_refused(["report", "--bundle", str(tmp_path)], f"--bundle {tmp_path}: ", capsys)
 
 
 def test_report_where_everything_is_broken(tmp_path: Path) -> None:
