@@ -91,14 +91,13 @@ def in_another_place(rank: int, ranks: int, kind: str) -> None:
 
 @runner.together(3)
 def closed_to_one(rank: int, ranks: int) -> None:
-    """A rank that fails tells every mate, also where the connection to the first is closed."""
+    """A rank that fails tells every mate, also where no receive can be posted and the connection to the first is closed."""
     (kept,) = comm.allocate_bases([(NUMEL, torch.bfloat16)], "host", dist.group.WORLD)
     told: list[int] = []
 
     class Deaf(pipeline.Exchange):
-        def expect(self, peer: int, out: torch.Tensor) -> None:
-            if peer == self._ctx.peers[0]:
-                raise comm.CommError("closed")
+        def post_recv(self, peer: int, out: torch.Tensor) -> None:
+            raise comm.CommError("closed")
 
         def send(self, flat: torch.Tensor, *peers: int, base: torch.Tensor | None = None) -> None:
             if peers[0] == self._ctx.peers[0]:
