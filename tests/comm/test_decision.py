@@ -439,6 +439,9 @@ class Tuning:
         self.log.append(("next", token, meets))
         return self.plans.pop(0), self
 
+    def saved(self) -> None:
+        """Nothing was timed."""
+
     def start(self) -> None:
         self.log.append(("start", self.nbytes))
 

@@ -76,7 +76,7 @@ def test_a_file_of_another_job_is_refused(saved: tuple[Path, dict[str, Any]], ke
     refused(path, job | {key: OTHER_JOB[key]}, f"is for {key} .*, this job has")
 
 
-NOT_OURS, OTHER_ERROR, OTHER_FACTOR = "none that this release writes", "0.error is F32", "0.factor is F32"
+NOT_OURS, OTHER_ERROR, OTHER_FACTOR = "this release does not write such an entry", "0.error is F32", "0.factor is F32"
 #: Changes of the metadata, of its entry or of the tensors, and the reason to refuse the file.
 BROKEN: dict[str, tuple[str, dict[str, Any], str]] = {
     "entries": ("metadata", {"entries": 3}, "no metadata"),

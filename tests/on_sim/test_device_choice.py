@@ -124,6 +124,11 @@ def with_profile(monkeypatch: pytest.MonkeyPatch, profile: DeviceProfile) -> Non
     monkeypatch.setattr(calibration, "measure", lambda group, config, device: profile)
 
 
+#: Steps up to the agreement on the first probe, and coded steps of the trial that follows, up to its agreement.
+PROBED = (
+    trial.WARMUP_STEPS - 1 + 2 * trial.PROBE_WINDOWS * (trial.SETTLE_STEPS + trial.WINDOW_STEPS) + trial.DELAY_STEPS
+)
+TRIED = trial.TRIAL_WINDOWS * (trial.SETTLE_STEPS + trial.WINDOW_STEPS) + trial.DELAY_STEPS
 #: Steps up to the agreement on the first trial, which follows a probe.
 TRIAL = trial.WARMUP_STEPS - 1 + sum(
     2 * windows * (trial.SETTLE_STEPS + trial.WINDOW_STEPS) + trial.DELAY_STEPS
@@ -153,7 +158,9 @@ def test_all_ranks_switch_at_one_step(route: CudaBackend, monkeypatch: pytest.Mo
     (row,) = [row for row in counters.rows() if row["calls"]]
     assert row["reasons"] == {PassReason.STEPS_ARE_FASTER.value: ranks * schedules.count(False)}
     ((what, (text, _)),) = row["choices"].items()
-    assert counters.saved() == {"": (0, 0, ranks * len(schedules)), "steps": (0, 0, 5 * ranks)}, (
+    lost = pytest.approx(-0.2 * ranks * TRIED)
+    counted = ranks * (len(schedules) - PROBED)
+    assert counters.saved() == {"": (0, 0, ranks * len(schedules)), "steps": (lost, 0, counted)}, (
         "plain steps save nothing"
     )
     said = f"plain from step {TRIAL + 1} on (plain 1100 ms, coded 1300 ms)"
@@ -164,7 +171,9 @@ def test_all_ranks_switch_at_one_step(route: CudaBackend, monkeypatch: pytest.Mo
 def test_frames_stay_where_they_are_faster(route: CudaBackend, monkeypatch: pytest.MonkeyPatch) -> None:
     (schedules, _), (others, _) = first_trial(route, monkeypatch, lambda rank, coded: 0.8 if coded else 1.0)
     assert others == schedules and all(schedules[TRIAL:]) and not all(schedules)
-    assert counters.saved()["steps"] == (pytest.approx(0.2 * 10), 0, 10), "after the trial, of each rank"
+    assert counters.saved()["steps"] == (pytest.approx(0.4 * (TRIED + 5)), 0, 2 * (len(schedules) - PROBED)), (
+        "of each rank"
+    )
 
 
 def test_a_rank_that_goes_by_its_own_times_is_noticed(route: CudaBackend, monkeypatch: pytest.MonkeyPatch) -> None:
