@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import functools
 import math
-import statistics
 import time
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
@@ -61,7 +60,6 @@ class Tuner:
         self._told: int | None = None  # the choice that was counted; the first one counts, also where it was in use
         self._seen: Counter[Hashable] = Counter()  # token -> calls by differences since the last call without them
         self._slots: list[CallTimer] = []  # of the calls that are timed
-        self._errors: dict[int, float] = {}  # schedule -> standard error of its estimate
         self._planned = 0  # the schedule of the latest planned call
         self._waiting: trial.Turn | None = None  # the turn of a candidate that is not ready
 
@@ -88,11 +86,8 @@ class Tuner:
         elif self._exchange is not None:
             synchronized = all(timer.synchronized for timer in self._slots)
             if _arrived(self._exchange, self._calls - self._due, self._soon, synchronized):
-                told = self._exchange.all()
-                seconds = agreed_seconds(told, self.nominal)
-                self._errors |= standard_errors([slot.schedule for slot in self._slots], seconds)
-                self._trial.agree(seconds)
-                self._exchange, self._slots = None, []
+                told, self._exchange, self._slots = self._exchange.all(), None, []
+                self._trial.agree(agreed_seconds(told, self.nominal))
         self._calls += 1
         turn = self._waiting or self._trial.next_turn()
         if told is not None:
@@ -105,7 +100,6 @@ class Tuner:
         if not (turn.timed and ready):
             return decision, None
         timer = CallTimer(TimingExchange(open_context(), [(0.0, float(meets), 0.0)]), meets)
-        timer.schedule = turn.schedule
         self._slots.append(timer)
         if turn.agree:
             self._due = self._calls
@@ -121,7 +115,7 @@ class Tuner:
         if self._told is None or self._waiting or self._candidates[0].frames:  # plain is the first, or none
             return None
         gain = self._trial.estimates[0] - self._trial.estimates[self._planned]
-        error = math.hypot(*(self._errors.get(index, math.inf) for index in {0} ^ {self._planned}))
+        error = math.hypot(*(self._trial.errors.get(index, math.inf) for index in {0} ^ {self._planned}))
         return (gain, error) if math.isfinite(gain + error) else None
 
     def _tell(self, ctx: OpContext) -> None:
@@ -212,7 +206,7 @@ class CallTimer:
     rank does if ``meets``. ``on_stop`` is called once, where all ranks have met, when the call has ended."""
 
     def __init__(self, arrivals: TimingExchange, meets: bool) -> None:
-        self.nbytes = self.schedule = 0
+        self.nbytes = 0
         self.synchronized = False
         self.on_stop: Callable[[], None] | None = None
         self._arrivals: TimingExchange | None = arrivals
@@ -280,15 +274,3 @@ def agreed_seconds(measured: torch.Tensor, nominal: int) -> list[float]:
     nbytes = measured[:, :, 2].mean(0)
     counts = (nbytes * trial.SIZE_RATIO >= nominal) & (nbytes <= nominal * trial.SIZE_RATIO)
     return list(torch.where(counts, slowest * nominal / nbytes, math.nan).tolist())
-
-
-def standard_errors(schedules: Sequence[int], seconds: Sequence[float]) -> dict[int, float]:
-    """Return the standard error of the median of each schedule's seconds, by their median deviation, which a first slow call does not move;
-    inf where fewer than two seconds count."""
-    found = {}
-    for one in set(schedules):
-        times = [spent for ran, spent in zip(schedules, seconds, strict=True) if ran == one and 0 < spent < math.inf]
-        middle = statistics.median(times or [0.0])
-        deviation = 1.86 * statistics.median([abs(spent - middle) for spent in times] or [0.0])  # of normal times
-        found[one] = deviation / math.sqrt(len(times)) if len(times) > 1 else math.inf
-    return found

@@ -37,11 +37,12 @@ class Turn(NamedTuple):
 class Trial(ABC):
     """The schedules of all calls or steps: turns that are timed, and those of the choice. Ranks take them in step with each other.
 
-    ``chosen``: the schedule of turns that are not part of a trial.
+    ``chosen``: the schedule of turns that are not part of a trial. ``errors``: schedule -> standard error of its last times.
     """
 
     def __init__(self, start: int) -> None:
         self.chosen = start
+        self.errors: dict[int, float] = {}
         self._agreed: list[float] = []
         self._turns = self._plan()
 
@@ -67,7 +68,19 @@ class Trial(ABC):
         measured: defaultdict[int, list[float]] = defaultdict(list)
         for turn, seconds in zip((turn for turn in planned if turn.timed), agreed, strict=True):
             measured[turn.schedule].append(seconds)
+        self.errors |= {schedule: standard_error(times) for schedule, times in measured.items()}
         return measured
+
+
+def standard_error(seconds: Sequence[float]) -> float:
+    """Return the standard error of a median of seconds, by their median deviation, which a first slow call does not move; inf where fewer
+    than two seconds count."""
+    times = [spent for spent in seconds if 0 < spent < math.inf]
+    if len(times) < 2:
+        return math.inf
+    middle = statistics.median(times)
+    deviation = 1.86 * statistics.median(abs(spent - middle) for spent in times)  # of normal times
+    return deviation / math.sqrt(len(times))
 
 
 def turns(candidates: Sequence[_T], rounds: int, in_a_row: int = 1) -> list[_T]:

@@ -33,7 +33,6 @@ from ds_zipccl.comm.group_state import (
 )
 from ds_zipccl.comm.request import Request
 from ds_zipccl.comm.topology import tell
-from ds_zipccl.comm.tuner import standard_errors
 from ds_zipccl.config import ROLES, ConfigError, ZipcclConfig
 from ds_zipccl.ops import OPS
 from ds_zipccl.policy import cost_model, trial
@@ -251,7 +250,7 @@ class Steps:
         self._turn = self._trial.next_turn()  # the step that runs
         self._steps = 0
         self._last: Any = None  # the mark at the end of the step before
-        self._spans: list[tuple[int, Span]] = []  # with their schedules
+        self._spans: list[Span] = []
         self._saved = math.nan, math.nan  # seconds of a coded step that trials measured, with their standard error
         self._seen: set[tuple[str, str]] = set()  # roles and operations of moves
         self._told: set[tuple[str, str]] = set()  # those with a line in the table
@@ -280,7 +279,7 @@ class Steps:
         self._steps += 1
         now, ended = mark(self._device), self._turn
         if ended.timed:
-            self._spans.append((ended.schedule, Span(self._last, now)))
+            self._spans.append(Span(self._last, now))
         if math.isfinite(sum(self._saved)):
             counters.record_saved("steps", *(self._saved if ended.schedule == trial.CODED else ()))
         self._last = now
@@ -293,13 +292,11 @@ class Steps:
         group = resolve_group(None)
         ctx = DeviceContext("step", group, self._config, "dp", self._config.codec, self._device)
         before = self._trial.chosen
-        seconds = agreed_seconds(ctx, [span.nanoseconds() for _, span in self._spans])
-        errors = standard_errors([schedule for schedule, _ in self._spans], seconds)
-        self._trial.agree(seconds)
+        self._trial.agree(agreed_seconds(ctx, [span.nanoseconds() for span in self._spans]))
         self._turn, self._spans = self._trial.next_turn(), []
         found, name = self._trial.last, "coded" if self._trial.chosen == trial.CODED else "plain"
         text = f"{name} from step {self._steps + 1} on (plain {1e3 * found.plain:.4g} ms, coded {1e3 * found.coded:.4g} ms)"
-        self._saved = found.plain - found.coded, math.hypot(*errors.values())
+        self._saved = found.plain - found.coded, math.hypot(*self._trial.errors.values())
         switched = self._trial.chosen != before
         for role, op in sorted(self._seen if switched else self._seen - self._told):
             counters.record_choice(role, op, _WHAT, text)
