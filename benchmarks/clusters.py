@@ -109,7 +109,7 @@ class Model:
         """Return the time of a plain step, in which ``share`` of the bytes travels."""
         args = argparse.Namespace(**self._args | {"params": cell.params, "path": fit.path})
         network = speeds.network(f"{cell.links}x100gbit/node")
-        rows = planning.step(DeviceSchedules(args, network, speeds.device_codec("assumed-1.0", args.dtype)))
+        rows = planning.step(DeviceSchedules.modelled(args, network, speeds.device_codec("assumed-1.0", args.dtype)))
         seconds = next(row["ms"] for row in rows if (row["what"], row["variant"]) == (TOTAL, PLAIN)) / 1e3
         return step_time(Computing(fit.tflops, cell.tokens).seconds(cell.params, 1), share * seconds, 0.0, 0.0)
 

@@ -43,7 +43,7 @@ class Backend:
 
     def local_rank(self, rank: int) -> int:
         """Number of a rank's device."""
-        return rank % max(1, self.devices) if self.streams else rank
+        return rank % self.devices if self.devices else rank
 
     def environment(self, ranks: int, rank: int, linked: bool = False) -> dict[str, str]:
         """Variables of a rank: what ranks that share a GPU need, or meet over a shaped network; {} where every rank has its own GPU."""

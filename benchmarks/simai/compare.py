@@ -128,7 +128,7 @@ def _ours(words: str) -> float:
     """Milliseconds of plain communication of a step."""
     args = parse(shlex.split(words))
     (network,) = args.network
-    rows = planned.step(DeviceSchedules(args, network, speeds.device_codec("assumed-1.0", args.dtype)))
+    rows = planned.step(DeviceSchedules.modelled(args, network, speeds.device_codec("assumed-1.0", args.dtype)))
     return float(next(row["ms"] for row in rows if (row["what"], row["variant"]) == (TOTAL, PLAIN)))
 
 

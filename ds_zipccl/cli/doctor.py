@@ -39,6 +39,7 @@ from __future__ import annotations
 import argparse
 import os
 import shlex
+from collections.abc import Mapping
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
@@ -48,12 +49,14 @@ from ds_zipccl.cli import ToolError, doctor_ranks, tables
 from ds_zipccl.cli.doctor_ranks import AgreedError, Ranks
 from ds_zipccl.cli.planning import user_job
 from ds_zipccl.cli.planning.operations import TOTAL
+from ds_zipccl.cli.planning.user_job import UserJob
+from ds_zipccl.cli.report import proofs
 from ds_zipccl.cli.tables import Column
 from ds_zipccl.config import ZipcclConfig
-from ds_zipccl.policy.cost_model import LinkProfile
 
 if TYPE_CHECKING:
     from ds_zipccl.comm.engine import Settled
+    from ds_zipccl.policy.cost_model import LinkProfile
 
 COLUMNS = (
     Column("what", width=20),
@@ -130,9 +133,10 @@ def _take_part(args: argparse.Namespace) -> int:
         tables.complain(f"# waiting for {os.environ['WORLD_SIZE']} ranks, loading DeepSpeed")
     config = args.ds_config
     found = doctor_ranks.meet(lambda: "" if config is None else repr(user_job.read(config)), args.timeout)
+    job = None if config is None else user_job.read(config)
     if first:
         tables.complain("# measuring link and codec")
-    settled = _settle(args, found) if found.streams else None
+    settled = _settle(job, found) if found.streams else None
     profile = None if found.streams else doctor_ranks.measure()
     doctor_ranks.leave()
     missing = _missing(found)
@@ -149,8 +153,8 @@ def _take_part(args: argparse.Namespace) -> int:
             f"{8e-6 * profile.bandwidth:.0f} Mbit/s, a small message {1e6 * profile.alpha:.0f} us"
         )
         tables.say(f"codec: {coding} GB/s, one thread")
-    proofs = _proofs()
-    for name, said in proofs.items():
+    proven = _proofs()
+    for name, said in proven.items():
         tables.say(f"kernels: {name}: {said}")
     tables.say(f"hooks: {len(found.reports[0].hooks)} modules of DeepSpeed known, {len(missing)} missing")
     for line in missing:
@@ -161,13 +165,13 @@ def _take_part(args: argparse.Namespace) -> int:
         "ranks": ranks,
         "nodes": found.nodes,
         "profile": profile.to_json() if profile else asdict(settled.profile) if settled and settled.profile else None,
-        "kernels": proofs,
+        "kernels": proven,
         "hooks": [dict(report.hooks) for report in found.reports],
         "missing": missing,
     }
     rows: list[dict[str, Any]] = []
-    if config is not None:
-        predicted = _predict(args, found, profile or settled)
+    if job is not None:
+        predicted = _predict(args, job, found, profile, settled)
         rows = predicted.pop("rows")
         more |= predicted
     if args.json:
@@ -175,23 +179,21 @@ def _take_part(args: argparse.Namespace) -> int:
     return int(bool(missing))
 
 
-def _settle(args: argparse.Namespace, found: Ranks) -> Settled | None:
+def _settle(job: UserJob | None, found: Ranks) -> Settled | None:
     """Prove and measure the groups of the job, also where its config leaves them alone."""
-    config = user_job.read(args.ds_config).config if args.ds_config else ZipcclConfig(enabled=True)
+    config = job.config if job else ZipcclConfig(enabled=True)
     return doctor_ranks.settle(replace(config, nccl="auto") if config.nccl == "off" else config, found.groups[0])
 
 
-def _proofs() -> dict[str, str]:
-    """Device type and backend -> how it was proven in this process, or why it is not used."""
+def _proofs() -> Mapping[str, str]:
+    """See :func:`ds_zipccl.cli.report.proofs`; of the kernels for CUDA too, where there is a device."""
     import torch
 
     from ds_zipccl import kernels
-    from ds_zipccl.kernels import self_test
 
     if torch.cuda.is_available():
         kernels.lacking(lambda: kernels.route("auto", "cuda"))
-    tried = {(device, name): why for device in kernels.ROUTES for name, why in kernels.tried(device).items()}
-    return {" ".join(key): why or str(self_test.PROOFS.get(key, "not tried")) for key, why in tried.items()}
+    return proofs()
 
 
 def _missing(found: Ranks) -> list[str]:
@@ -211,16 +213,17 @@ def _remedy(found: Ranks) -> str:
     return f"{known}; report has the cause in its section activation"
 
 
-def _predict(args: argparse.Namespace, found: Ranks, measured: LinkProfile | Settled | None) -> dict[str, Any]:
-    """Print the job and the prediction; return both for the file. ``measured``: None where groups in stream order stay plain."""
+def _predict(
+    args: argparse.Namespace, job: UserJob, found: Ranks, profile: LinkProfile | None, settled: Settled | None
+) -> dict[str, Any]:
+    """Print the job and the prediction; return both for the file. ``profile``: of gloo. ``settled``: of groups in stream order, None where
+    they stay plain."""
     from ds_zipccl.cli.planning import job as job_plan
     from ds_zipccl.integration import bypassed
     from ds_zipccl.integration.start_line import coverage_here
 
-    job = user_job.read(args.ds_config)
     ranks = len(found.reports)
     device, backend = found.groups
-    settled = None if measured is None or isinstance(measured, LinkProfile) else measured
     tables.say(f"job:   ZeRO-{job.stage}, {job.dtype}: {coverage_here(job.config)}")
     pipelined = bool(job.content.get("pipeline"))
     notes = [*job.notes, *bypassed.lines(bypassed.Facts(job.content, device, backend, pipelined))]
@@ -236,8 +239,8 @@ def _predict(args: argparse.Namespace, found: Ranks, measured: LinkProfile | Set
         return {"rows": [], "notes": notes, "unpredicted": reason}
     ratios = job_plan.ratios(job.dtype, args.sample, args.delta_ratio)
     tables.say(f"ratio: {ratios.values:.3f}, {ratios.about}")
-    if isinstance(measured, LinkProfile):
-        rows = job_plan.predict(job, args.params, ranks, measured, ratios, device, args.trainable)
+    if profile is not None:
+        rows = job_plan.predict(job, args.params, ranks, profile, ratios, device, args.trainable)
     else:
         assert settled is not None  # otherwise there is a reason
         rows = job_plan.predict_on_device(job, args.params, settled, ratios, args.trainable)

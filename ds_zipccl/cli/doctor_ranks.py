@@ -298,7 +298,7 @@ def local(words: Sequence[str], ranks: int, network: Network | None, timeout: fl
     try:
         for rank in range(ranks):
             start = subprocess.Popen if network is None else functools.partial(network.start, rank)
-            place = {"RANK": str(rank), "LOCAL_RANK": str(nccl.local_rank(rank) if nccl.devices else rank)}
+            place = {"RANK": str(rank), "LOCAL_RANK": str(nccl.local_rank(rank))}
             shared = nccl.environment(ranks, rank, network is not None)
             processes.append(start(command, env={**environment, **place, **shared}))
         status = first_status(processes, timeout, _GOODBYE_S)

@@ -257,7 +257,7 @@ def _on_nccl(args: argparse.Namespace) -> _Groups:
     tables.say(f"codec: {codec.about}")
     for line in operations.base_memory(args):
         tables.say(line)
-    found: dict[str, rows.Schedules] = {each.text: DeviceSchedules(args, each, codec) for each in networks}
+    found: dict[str, rows.Schedules] = {each.text: DeviceSchedules.modelled(args, each, codec) for each in networks}
     # "Computed" is the word of the documentation for figures of a model.
     return _Groups(found, DEVICE_COLUMNS, {"codec": codec._asdict(), "made": "Computed"})
 

@@ -56,7 +56,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--require", action="append", choices=("cpu", "cuda"), default=[], metavar="DEVICE",
         help="exit with 1 unless every route for this type of device works here: cpu or cuda; may be repeated",
     )  # fmt: skip
-
     parser.add_argument("--bundle", metavar="FILE", help="write one zip file for a bug report")
     attached = "with --bundle: files for it, such as the output of the job, its ds_config.json and its step_log"
     parser.add_argument("--attach", nargs="+", default=[], metavar="FILE", help=attached)
@@ -105,7 +104,7 @@ def main(args: argparse.Namespace) -> int:
 def _write_bundle(path: str, attached: Sequence[str], found: Mapping[str, Any]) -> list[str]:
     """Write the zip file of ``--bundle``, and return the names in it."""
     mistakes: list[Path] = []
-    content = {"versions": tables.versions(), **found, "kernels": attempt(_proofs)}
+    content = {"versions": tables.versions(), **found, "kernels": attempt(proofs)}
     with contextlib.suppress(Exception):  # as in attempt()
         from ds_zipccl.comm.shadow_check import saved_files
 
@@ -120,10 +119,13 @@ def _write_bundle(path: str, attached: Sequence[str], found: Mapping[str, Any]) 
         raise ToolError(f"--bundle {path}: {error}") from None
 
 
-def _proofs() -> Mapping[str, str]:
+def proofs() -> Mapping[str, str]:
+    """Type of device and backend -> how it was proven in this process, or why it is not used; of the backends that were tried."""
+    from ds_zipccl import kernels
     from ds_zipccl.kernels import self_test
 
-    return {" ".join(key): str(proof) for key, proof in self_test.PROOFS.items()}
+    tried = {(device, name): why for device in kernels.ROUTES for name, why in kernels.tried(device).items()}
+    return {" ".join(key): why or str(self_test.PROOFS.get(key, "not tried")) for key, why in tried.items()}
 
 
 def _devices() -> list[str]:

@@ -191,17 +191,7 @@ def steps(out: Path, dry: bool = False, first: bool = False) -> list[Step]:
     train = (*shared, "train", "--backend", "nccl", "--size", "tiny", "--json", str(train_json), "--workload")
     dry_train = ("zero3", "--script", str(HERE / "dry_train.py"))
     train += (*dry_train, "--steps", "2", "--skip", "1") if dry else ("zero2", "zero3")
-    doctor = (
-        python,
-        str(HERE / "as_probed.py"),
-        "-m",
-        "ds_zipccl",
-        "doctor",
-        "--params",
-        "7e9",
-        "--link",
-        "200mbit" if dry else "10gbit",
-    )
+    doctor = (*shared[:2], *"-m ds_zipccl doctor --params 7e9 --link".split(), "200mbit" if dry else "10gbit")
     doctor += ("--ds-config", str(ROOT / "examples" / "ds_config_zero3.json"), "--json", str(out / "doctor_nccl.json"))
     # As users have it: two nodes, Ethernet between them, and the section's default for NCCL.
     auto = (

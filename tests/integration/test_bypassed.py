@@ -80,7 +80,7 @@ def test_a_line_for_each_feature(
     (path := tmp_path / "ds_config.json").write_text(json.dumps({**config, "zipccl": {"enabled": True}}))
     args = argparse.Namespace(ds_config=str(path), params=None)
     found = doctor_ranks.Ranks(0, (RankReport("here", "", "", " ".join(groups), {}),) * 2)
-    told = doctor._predict(args, found, PROFILE)["notes"]
+    told = doctor._predict(args, user_job.read(str(path)), found, PROFILE, None)["notes"]
     assert [note for note in told if note.startswith("bypassed")] == lines
     assert [line.strip() for line in capsys.readouterr().out.splitlines() if "bypassed" in line] == lines
     reason = job.unpredicted(user_job.read(str(path)), "cpu", "gloo")

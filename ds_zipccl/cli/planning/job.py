@@ -109,11 +109,12 @@ def predict(
 def predict_on_device(
     job: UserJob, params: int, settled: Settled, found: Ratios, trainable: int | None = None
 ) -> list[dict[str, Any]]:
-    """Return rows as :func:`predict` does, of groups in stream order by their measured speeds. ``coded_ms`` is the time of the schedules
+    """Return rows as :func:`predict` does, of groups in stream order whose speeds were measured. ``coded_ms`` is the time of the schedules
     that a job chooses, and ``choice`` may be "owners": the backend's own sums, for the owners of gradients alone."""
+    assert settled.profile is not None  # otherwise unpredicted() has a reason
     args = _options(job, params, settled.topology.ranks, found, trainable)
     vars(args).update(gpus_per_node=settled.topology.each, ratio=found.values)
-    groups = DeviceSchedules(args, measured=settled.profile, settled=settled.sums, buckets=job.buckets)
+    groups = DeviceSchedules(args, settled.profile, settled=settled.sums, buckets=job.buckets)
     planned = []
     for line in groups.lines():
         gradients, chosen = line.what == GRADIENTS, groups.chosen(line)

@@ -183,32 +183,29 @@ _EVEN = 0.9
 
 @dataclass(frozen=True)
 class DeviceSchedules:
-    """Schedules on NCCL groups of one network. ``measured``, ``settled`` and ``buckets``: speeds, sums and buckets of a job, in place of
-    network and codec, of the sums that are chosen by speeds, and of DeepSpeed's defaults."""
+    """Schedules on NCCL groups with the speeds of ``profile``. ``network``: its name. ``settled``: the sums of a job; "": those that the
+    speeds choose. ``buckets``: DeepSpeed's defaults if None."""
 
     args: argparse.Namespace
-    network: Network | None = None
-    codec: DeviceCodec | None = None
-    measured: DeviceProfile | None = None
+    profile: DeviceProfile
+    network: str = ""
     settled: str = ""
     buckets: step.Buckets | None = None
 
+    @classmethod
+    def modelled(cls, args: argparse.Namespace, network: Network, codec: DeviceCodec) -> DeviceSchedules:
+        """Return the schedules on a network, whose bytes also pass ``args.path``."""
+        speed = behind(network.reach * network.of_node(args.gpus_per_node), 1e9 * args.path)
+        delays = {} if args.hop is None else {"hop": args.hop / 1e6, "step": 0.0}
+        return cls(args, DeviceProfile(speed, encode=codec.encode, decode=codec.decode, **delays), network.text)
+
     @property
     def names(self) -> Row:
-        return {"network": self.network.text if self.network else ""}
+        return {"network": self.network}
 
     @cached_property
     def topology(self) -> Topology:
         return Topology(self.args.gpus // self.args.gpus_per_node, self.args.gpus_per_node)
-
-    @cached_property
-    def profile(self) -> DeviceProfile:
-        if self.network is None or self.codec is None:
-            assert self.measured is not None
-            return self.measured
-        speed = behind(self.network.reach * self.network.of_node(self.args.gpus_per_node), 1e9 * self.args.path)
-        delays = {} if self.args.hop is None else {"hop": self.args.hop / 1e6, "step": 0.0}
-        return DeviceProfile(speed, encode=self.codec.encode, decode=self.codec.decode, **delays)
 
     @cached_property
     def sums(self) -> str:

@@ -48,7 +48,6 @@ LOOK_STEPS = 1000
 #: Bytes of the outputs of a call that are compared at most; half of the staging buffers where that is less (admission: a copy, its words
 #: and a mask take some three and a half times as much memory, equal on all ranks, beside the model).
 MOST_BYTES = 64 << 20
-
 #: Bytes of each of both results, around the first wrong word, that are saved (admission: 16 blocks of a kernel, beside the model).
 SAVED_BYTES = 512 << 10
 
@@ -216,9 +215,9 @@ def _parts(request: Request, ctx: DeviceContext) -> tuple[list[torch.Tensor], li
         if request.op == "all_gather":
             outputs = [torch.cat(outputs)]
         return [one[:most] for one in inputs], [_rows(one, ranks, most) for one in outputs]
-    if request.op != "all_to_all" and request.numel is not None:
-        return [_rows(inputs[0], ranks, most)], [_rows(outputs[0], ranks, most)]
     if request.op != "all_to_all":
+        if request.numel is not None:
+            return [_rows(inputs[0], ranks, most)], [_rows(outputs[0], ranks, most)]
         segments = request.segments
         inputs, outputs = [*inputs[0].split(list(segments.leaving))], [*outputs[0].split(list(segments.coming))]
     return [one[:most] for one in inputs], [one[:most] for one in outputs]
