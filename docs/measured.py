@@ -351,10 +351,11 @@ def _over_ethernet(content: dict[str, Any]) -> str:
             )
         )
     heads = ("workload", "parameters", "link", "plain step ms", "coded step ms", "fewer bytes in a coded step", "bits")
+    kept = " Times were read from the progress bars of the runs." if "step_ms_from" in content["verdicts"][0] else ""
     return (
         'Trainings with the defaults on NCCL (`"nccl": "auto"`) on two nodes: network namespaces with a shaped link between them. '
         "Their ranks share the GPU, and NCCL talks over sockets. After four plain steps gathers are coded, or plain in turns of the trial "
-        "by whole steps: the second time is the median of the coded steps.\n\n" + table(heads, rows)
+        f"by whole steps: the second time is the median of the coded steps.{kept}\n\n" + table(heads, rows)
     )
 
 
