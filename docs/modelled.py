@@ -102,6 +102,7 @@ _COUNTED = {
     "host waits per step": ("waits_step", "d"),
     "host waits per bucket": ("waits_bucket", "d"),
     "fragments a layer": ("fragments_layer", "d"),
+    "collectives a layer": ("collectives_layer", "d"),
     "exchanges a bucket": ("collectives_bucket", "d"),
     "calls of kernels per layer": ("launches_layer", "d"),
     "calls of kernels per bucket": ("launches_bucket", "d"),
@@ -117,7 +118,10 @@ def counts(page: Path) -> str:
     places = [f"{row['nodes']} x {row['each']}" for row in now["rows"]]
     heads = [f"{place}, {when}" for place in places for when in ("fine", "now")]
     pairs = [one for both in zip(before["rows"], now["rows"], strict=True) for one in both]
-    rows = ((name, *(f"{row[key]:{form}}" for row in pairs)) for name, (key, form) in _COUNTED.items())
+    rows = (
+        (name, *(f"{row.get(key, row['fragments_layer']):{form}}" for row in pairs))
+        for name, (key, form) in _COUNTED.items()
+    )
     return f"{provenance(now)}\n\n{table(('a step of 7B', *heads), rows)}"
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import argparse
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
@@ -44,14 +44,17 @@ COLUMNS = (
     Column("nodes", "d"),
     Column("each", "d"),
     Column("staging_mib", ",.0f"),
-    *tables.alike("waits_step waits_bucket fragments_layer collectives_bucket launches_layer launches_bucket", "d"),
+    *tables.alike(
+        "waits_step waits_bucket fragments_layer collectives_layer collectives_bucket launches_layer launches_bucket",
+        "d",
+    ),
     *tables.alike("sent_gb plain_gb", ".1f"),
 )
 
 
 class Counting:
     """Collectives and kernels that only count: a :class:`~ds_zipccl.comm.transport.protocol.CollectiveTransport` and the functions of
-    kernels that its schedules call. ``between``: bytes that a node sends to other nodes, gathers as rings, which leave each node once."""
+    kernels that its schedules call. ``between``: bytes that a node sends to other nodes; the backend's gathers are rings."""
 
     def __init__(self) -> None:
         self.calls: Counter[str] = Counter()
@@ -65,6 +68,11 @@ class Counting:
     def all_gather(self, whole: torch.Tensor, part: torch.Tensor) -> None:
         self.calls["collective"] += 1
         self.between += whole.nbytes - part.nbytes
+
+    def exchange(self, received: Mapping[int, torch.Tensor], sent: Mapping[int, torch.Tensor]) -> None:
+        self.calls["collective"] += 1
+        afar = sum(one.nbytes for rank, one in sent.items() if rank not in self.nodes[0])
+        self.between += len(self.nodes[0]) * afar
 
     def all_to_all(
         self, received: torch.Tensor, sent: torch.Tensor, received_sizes: Sequence[int], sent_sizes: Sequence[int]
@@ -91,6 +99,7 @@ class Counting:
 
     def __getattr__(self, name: str) -> Any:
         if name in ("encode_gather", "decode_gather", "decode_sum_frames"):
+            self.calls["fragment"] += name == "encode_gather"
             return lambda *arguments, **named: self.encode_frames()
         raise AttributeError(name)
 
@@ -147,7 +156,8 @@ def count(nodes: int, each: int, counting: Counting) -> dict[str, Any]:
         "staging_mib": staging / 2**20,
         "waits_step": found["agree"][0] + found["check"][0] + 2 * LAYERS * layer_waits + buckets * bucket_waits,
         "waits_bucket": bucket_waits,
-        "fragments_layer": layer_calls["collective"],
+        "fragments_layer": layer_calls["fragment"],
+        "collectives_layer": layer_calls["collective"],
         "collectives_bucket": bucket_calls["collective"],
         "launches_layer": layer_calls["launch"],
         "launches_bucket": bucket_calls["launch"],

@@ -9,6 +9,7 @@ import socket
 import threading
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from weakref import WeakKeyDictionary
 
@@ -99,6 +100,34 @@ def by_node(group: dist.ProcessGroup, found: dict[int, int]) -> list[list[int]]:
             return []
         nodes[found[globally]].append(rank)
     return list(nodes.values())
+
+
+@dataclass(frozen=True)
+class Levels:
+    """The levels of a group, as one rank sees them.
+
+    ``nodes``: the group ranks of each node; one level has a node for each rank. ``node`` and ``local_rank``: the place of this rank.
+    ``node_ranks``: the ranks of the own node. ``peers``: the ranks of the own local_rank, in the order of the nodes.
+    """
+
+    nodes: Sequence[Sequence[int]]
+    node: int
+    local_rank: int
+
+    @classmethod
+    def of(cls, nodes: Sequence[Sequence[int]], rank: int, size: int) -> Levels:
+        """Return the levels of a group of ``size`` ranks: two if ``nodes`` names the ranks of each node, equally many, one if it is
+        empty."""
+        found = nodes or [[alone] for alone in range(size)]
+        return cls(found, *next((node, ranks.index(rank)) for node, ranks in enumerate(found) if rank in ranks))
+
+    @property
+    def node_ranks(self) -> Sequence[int]:
+        return self.nodes[self.node]
+
+    @property
+    def peers(self) -> Sequence[int]:
+        return [ranks[self.local_rank] for ranks in self.nodes]
 
 
 def levels(nodes: Sequence[Sequence[int]]) -> bool:

@@ -4,9 +4,9 @@ out.
 Frames of host memory travel as messages: an alpha-beta model, :func:`predict`. Frames that stay on a device travel by NCCL's collectives.
 These are rings over all n ranks. A shard of a node's second rank passes all other nodes, and then its own node again up to the first rank:
 n-1 of n shards cross each edge of the ring. So a gather or a sum of S bytes takes S (n-1)/n at the slowest hop: all network cards of a node
-in parallel, or a rank inside its node. This is the bus bandwidth of nccl-tests, and the ring of SimAI. Sums in two levels send S (m-1)/m
-between m nodes, which is half of it on two nodes. Coded operations go in pieces: while one piece is on the wire, the next is encoded and
-the last is decoded.
+in parallel, or a rank inside its node. This is the bus bandwidth of nccl-tests, and the ring of SimAI. Gathers and sums in two levels send
+S (m-1)/m between m nodes, which is half of it on two nodes. Coded operations go in pieces: while one piece is on the wire, the next is
+encoded and the last is decoded.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import math
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
+from functools import partial
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -500,6 +501,45 @@ def _ring_wire(nbytes: float, topology: Topology, profile: DeviceProfile) -> flo
     return nbytes * (topology.ranks - 1) / topology.ranks / min(_hops(topology, profile), default=math.inf)
 
 
+def _levels_wire(topology: Topology, profile: DeviceProfile) -> tuple[float, float]:
+    """Return the seconds of a gather in two levels without its bytes, and those of each byte. The first exchange brings a part to its node
+    and to its local rank on other nodes; an exchange for each other node brings what has come from there to the own node."""
+    nodes, each = topology.nodes, topology.each
+    delay = nodes * exchange_latency(topology, profile) + (nodes - 1) * profile.launch
+    return delay, (1 - 1 / nodes) / profile.network + (1 - 1 / each) / profile.inside
+
+
+def levels_from(topology: Topology, profile: DeviceProfile) -> float:
+    """Return the bytes of a collective, frames or words of all ranks, from which on a gather goes in two levels: there they are predicted
+    to be faster than the ring by GAINING, and no slower where the profile is off by the doubts. Infinite where they never are."""
+    if not topology.levels:
+        return math.inf
+    found = 0.0
+    for wanted, one in ((GAINING, profile), *((1.0, profile.doubted(*doubt)) for doubt in DOUBTS)):
+        delay, each = _levels_wire(topology, one)
+        saved = _ring_wire(1.0, topology, one) - wanted * each
+        found = max(found, (wanted * delay - ring_latency(topology, one)) / saved if saved > 0 else math.inf)
+    return found
+
+
+def least_of_gather(nbytes: float, least: int, levels: float) -> int:
+    """Return the least bytes of a fragment of a gather of ``nbytes`` of words: ``least``, of :func:`least_fragment`, and so many that the
+    fragment goes in two levels, if the whole gather is that large. ``levels``: :func:`levels_from`."""
+    in_levels = RATIO[GATHER] * levels
+    return max(least, int(in_levels)) if in_levels <= nbytes else least
+
+
+def gather_wire(
+    nbytes: float, topology: Topology, profile: DeviceProfile, cut_by: DeviceProfile | None = None
+) -> float:
+    """Return the seconds of a collective of a gather that brings ``nbytes`` to every rank: the backend's ring, or our two levels.
+    ``cut_by``: as for :func:`coded_seconds`."""
+    if nbytes < levels_from(topology, cut_by or profile):
+        return ring_latency(topology, profile) + _ring_wire(nbytes, topology, profile)
+    delay, each = _levels_wire(topology, profile)
+    return delay + each * nbytes
+
+
 def fragments(kind: str, nbytes: float, topology: Topology, profile: DeviceProfile) -> tuple[int, int]:
     """Return the agreements of an operation of bf16, and the fragments between two of them, that the schedules cut with staging buffers of
     STAGING bytes. A gather has one agreement, or none. ``profile``: the one by which they cut."""
@@ -508,6 +548,7 @@ def fragments(kind: str, nbytes: float, topology: Topology, profile: DeviceProfi
     least, numel = least_fragment(kind, topology, profile), max(1, int(nbytes / _ITEMSIZE / topology.ranks))
     if kind == GATHER:
         each = _ITEMSIZE * topology.ranks
+        least = least_of_gather(numel * each, least, levels_from(topology, profile))
         return 1, wire.device_fragments(numel * each, wire.FRAGMENT_UNIT * each, STAGING, least)
     nodes, local_ranks = (topology.nodes, topology.each) if topology.levels else (topology.ranks, 1)
     step, rows = numel, 0
@@ -549,7 +590,7 @@ def coded_seconds(
     cut_as = topology if two_levels or kind == GATHER else replace(topology, even=False)
     steps, pieces = fragments(kind, nbytes, cut_as, cut_by or profile)
     if kind == GATHER:
-        wire = pieces * ring_latency(topology, profile) + _ring_wire(nbytes, topology, profile) / ratio
+        wire = pieces * gather_wire(nbytes / ratio / pieces, topology, profile, cut_by)
         return waits * profile.agreement + _pipeline((pieces * profile.launch, encode, wire, decode), pieces)
     if two_levels:  # every exchange inside is done before the agreement
         inside = steps * topology.nodes * apart + nbytes * (topology.each - 1) / topology.each / profile.inside
@@ -594,11 +635,20 @@ def pays(
     """Return whether our schedule is predicted to be faster by the factor ``wanted``, and no slower where the profile is off by the
     doubts."""
 
+    raw = kind == GATHER and gathers_raw(topology, profile)
+    schedule = gather_wire if raw else partial(coded_seconds, kind, waits=waits)
+
     def gain(found: DeviceProfile) -> float:
-        plain = plain_seconds(kind, nbytes, topology, found)
-        return plain / coded_seconds(kind, nbytes, topology, found, waits=waits, cut_by=profile)
+        return plain_seconds(kind, nbytes, topology, found) / schedule(nbytes, topology, found, cut_by=profile)
 
     return gain(profile) > wanted and all(gain(profile.doubted(*doubt)) >= 1.0 for doubt in DOUBTS)
+
+
+def gathers_raw(topology: Topology, profile: DeviceProfile) -> bool:
+    """Return whether gathers go in two levels without coding: that is predicted to be the faster schedule. It needs no kernel."""
+    if levels_from(topology, profile) > NOMINAL_BYTES:
+        return False
+    return gather_wire(NOMINAL_BYTES, topology, profile) < coded_seconds(GATHER, NOMINAL_BYTES, topology, profile)
 
 
 def sums_of(topology: Topology, profile: DeviceProfile) -> str:

@@ -381,7 +381,8 @@ def test_a_plan_says_where_lossy_gradients_cost_time(
 NODES = "plan --params 7e9 --gpus 32 --gpus-per-node 8 --live 0"
 #: Network of a node -> seconds of communication a step: ZeRO-3 plain and coded, ZeRO-2 plain, with owners, and with owners, coding and
 #: differences at ratio 8. Operations of 200 MB, a codec of 1 TB/s, no latency of rings. Plain and owners are those of the design with rings
-#: that pass (n-1)/n: 31/24 of its times where the network is slower than NVLink.
+#: that pass (n-1)/n: 31/24 of its times where the network is slower than NVLink. Coded gathers of the slowest networks go in
+#: two levels.
 DESIGN = {
     "8x400gbit/node": ("0.11", "0.11", "0.11", "0.07", "0.07"),
     "8x200gbit/node": ("0.21", "0.21", "0.21", "0.14", "0.14"),
@@ -389,8 +390,8 @@ DESIGN = {
     "400gbit/node": ("0.86", "0.72", "0.86", "0.57", "0.38"),
     "200gbit/node": ("1.71", "1.39", "1.71", "1.14", "0.68"),
     "100gbit/node": ("3.43", "2.33", "3.43", "2.28", "0.91"),
-    "25gbit-tcp/node": ("15.3", "9.9", "15.3", "10.2", "3.6"),
-    "10gbit-tcp/node": ("38.3", "24.6", "38.3", "25.5", "8.7"),
+    "25gbit-tcp/node": ("15.3", "8.9", "15.3", "10.2", "3.6"),
+    "10gbit-tcp/node": ("38.3", "21.3", "38.3", "25.5", "8.7"),
 }
 
 
@@ -417,10 +418,11 @@ def test_every_row_of_the_design(tmp_path: Path, capsys: pytest.CaptureFixture[s
             assert got == pytest.approx(nearest, rel=0.01), (network, text)
     printed = capsys.readouterr().out
     assert "1.0 TB/s, assumed" in printed
-    default = "s a step, with the default config as long (NCCL groups pass), with"
+    default = "s a step, with the default config"
     assert printed.count(default) == 2 * len(DESIGN)
-    assert f'8x400gbit/node: plain communication takes 0.11 {default} "nccl": "on" as long\n' in printed
-    times = f'38.3 {default} "nccl": "on" 24.6 s (1.56 times less), with "nccl": "on" and'
+    assert f"8x400gbit/node: plain communication takes 0.11 {default} as long\n" in printed
+    assert f"8x100gbit/node: plain communication takes 0.428 {default} 0.379 s (1.13 times less)\n" in printed
+    times = f'38.3 {default} 27 s (1.42 times less), with "nccl": "on" 21.3 s (1.8 times less), with "nccl": "on" and'
     assert f"10gbit-tcp/node: plain communication takes {times}" in printed
 
 
@@ -431,8 +433,7 @@ def test_the_headline_is_answered(capsys: pytest.CaptureFixture[str]) -> None:
     printed = capsys.readouterr().out
     assert "memory: zero3_base auto keeps 6.98e+09 frozen parameters: 13.96 GB of every node" in printed
     assert printed.splitlines()[-1] == (
-        "answer, 10gbit-tcp/node: plain communication takes 23 s a step, with the default config as long (NCCL groups pass), "
-        'with "nccl": "on" 0.609 s (37.8 times less)'
+        "answer, 10gbit-tcp/node: plain communication takes 23 s a step, with the default config 0.61 s (37.7 times less)"
     )
     assert main([*words, "1.25gbit-tcp/gpu"]) == 0
     assert "answer, 1.25gbit-tcp/gpu: plain communication takes 23 s a step" in capsys.readouterr().out

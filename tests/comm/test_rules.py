@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from ds_zipccl.comm.device import gather, sums
+from ds_zipccl.comm.topology import Levels
 from ds_zipccl.config import ZipcclConfig
 from ds_zipccl.policy import cost_model, trial, wire
 from ds_zipccl.policy.admission import (
@@ -334,8 +335,8 @@ TABLE: dict[str, tuple[Topology, DeviceProfile, float, tuple[float, ...], float,
     "8x200G": (EIGHT, node(8, 200), 1.44, (0.87, 1.03, 1.09), 0.23, (0.75, 0.78, 0.79)),
     "8x100G": (EIGHT, node(8, 100), 2.75, (1.10, 1.14, 1.16), 0.23, (1.05, 1.08, 1.09)),
     "400G a node": (EIGHT, node(1, 400), 5.36, (1.23, 1.24, 1.25), 0.23, (1.32, 1.35, 1.36)),
-    "100G a node": (EIGHT, node(1, 100), 21.0, (1.39, 1.40, 1.40), 0.23, (1.67, 1.68, 1.68)),
-    "25G TCP a node": (EIGHT, node(1, 25, TCP_REACH), 93.5, (1.44, 1.45, 1.45), 0.23, (1.79, 1.80, 1.80)),
+    "100G a node": (EIGHT, node(1, 100), 21.0, (1.62, 1.64, 1.64), 0.23, (1.67, 1.68, 1.68)),
+    "25G TCP a node": (EIGHT, node(1, 25, TCP_REACH), 93.5, (1.78, 1.79, 1.79), 0.23, (1.79, 1.80, 1.80)),
     "1 GPU, 400G": (ONE, node(1, 400), 4.07, (1.30,), 1.20, (1.20,)),
     "1 GPU, 100G": (ONE, node(1, 100), 16.2, (1.42,), 1.36, (1.36,)),
     "4 PCIe GPUs, 100G": (FOUR, node(1, 100, inside=PCIE), 20.3, (1.41,), 0.44, (0.98,)),
@@ -395,7 +396,7 @@ def test_break_even_sizes(gbits: float, reach: float, megabytes: float) -> None:
         assert all(cost_model.pays(GATHER, EIGHT, profile, size * more, waits=waits) for more in (1, 1.5, 3))
         below = max(one for one in cost_model._LEAST_SIZES if one < size)
         assert not cost_model.pays(GATHER, EIGHT, profile, below, waits=waits)
-    assert math.isinf(least_bytes(EIGHT, replace(profile, decode=1e9), waits=1))
+    assert math.isinf(least_bytes(ONE, replace(profile, decode=1e9), waits=1))
     assert least_bytes(EIGHT, DeviceProfile(1e9, **NO_DELAYS), waits=1) == 0
 
 
@@ -418,7 +419,7 @@ def test_gathers_cut_as_many_fragments_as_the_model_assumes(ranks: int, budget: 
     monkeypatch.setattr(cost_model, "STAGING", budget)
     draw, by = random.Random(ranks), DeviceProfile(50e9)
     topology = Topology(ranks // 8, 8) if ranks % 8 == 0 and ranks > 8 else Topology(ranks, 1)
-    least = cost_model.least_fragment(GATHER, topology, by)
+    least, levels = cost_model.least_fragment(GATHER, topology, by), cost_model.levels_from(topology, by)
     unit = wire.FRAGMENT_UNIT * 2 * ranks
     for nbytes in SIZES[(BUDGETS.index(budget) + RANKS.index(ranks)) % 2 :: 2]:
         numel = nbytes // 2 // ranks
@@ -427,7 +428,7 @@ def test_gathers_cut_as_many_fragments_as_the_model_assumes(ranks: int, budget: 
         parts = [[numel], [end - begin for begin, end in zip([0, *cuts], [*cuts, numel])], layers]
         for numels in parts:
             pieces = list(pieces_of(numels, wire.device_piece_numel(2, ranks, budget)))
-            ctx = SimpleNamespace(size=ranks, budget=budget, least=least)
+            ctx = SimpleNamespace(size=ranks, budget=budget, cut=SimpleNamespace(gather=least, levels_from=levels))
             found = list(gather._fragments([gather.Piece(0, 0, numel) for numel in pieces], 2, ctx))
             assert [begin for begin, _ in found[1:]] == [end for _, end in found[:-1]]
             assert (found[0][0], found[-1][1]) == (0, len(pieces))
@@ -444,8 +445,8 @@ def cut_sum(topology: Topology, numel: int, budget: int, least: int) -> tuple[in
     whole = torch.empty(ranks * numel, dtype=torch.bfloat16, device="meta")
     parts = [sums.Part((whole, slice(rank * numel, (rank + 1) * numel))) for rank in range(ranks)]
     of_nodes = [range(node * each, (node + 1) * each) for node in range(nodes)]
-    ctx: Any = SimpleNamespace(size=ranks, budget=budget, least_sum=least, codec="raw")
-    summing: Any = sums._Summing(ctx, sums.Levels(of_nodes, 0, 0, of_nodes[0], range(nodes)), parts, parts[0], 1)
+    ctx: Any = SimpleNamespace(size=ranks, budget=budget, cut=SimpleNamespace(sum=least), codec="raw")
+    summing: Any = sums._Summing(ctx, Levels(of_nodes, 0, 0), parts, parts[0], 1)
     cut: list[int] = []
     summing._node_sums = lambda begin, end: nullcontext([whole[: end - begin]] * nodes)
     summing._fragment = lambda words, sizes, place: cut.append(len(words[0]))
@@ -513,6 +514,22 @@ def judged(topology: Topology, profile: DeviceProfile) -> Iterator[float]:
 def test_choices_lose_nothing_where_the_measurement_was_off(nodes: int, each: int) -> None:
     gains = [one for network in NETWORKS for one in judged(Topology(nodes, each), DeviceProfile(network))]
     assert gains and min(gains) >= 0.97, min(gains)
+
+
+@pytest.mark.parametrize(("nodes", "each"), [(2, 8), (4, 8), (2, 2), (8, 4)])
+def test_gathers_in_two_levels(nodes: int, each: int) -> None:
+    """Without delays the bytes between nodes decide: (m-1)/m of the whole, (n-1)/n in a ring, in words as in frames."""
+    topology, profile = Topology(nodes, each), DeviceProfile(10e9, inside=1e13, encode=1e15, decode=1e15, **NO_DELAYS)
+    fewer = (1 - 1 / topology.ranks) / (1 - 1 / nodes)
+    plain = plain_seconds(GATHER, S, topology, profile)
+    assert plain / cost_model.gather_wire(S, topology, profile) == pytest.approx(fewer, rel=0.01)
+    coded = plain / coded_seconds(GATHER, S, topology, profile)
+    assert coded == pytest.approx(fewer * cost_model.RATIO[GATHER], rel=0.01)
+    assert not cost_model.gathers_raw(topology, profile), "coding is free"
+    assert cost_model.gathers_raw(topology, replace(profile, decode=5e9))
+    assert math.isinf(cost_model.levels_from(topology, replace(profile, inside=5e9))), "the ranks of a node are as slow"
+    for other in (Topology(nodes, 1), Topology(1, each), Topology(nodes, each, even=False)):
+        assert math.isinf(cost_model.levels_from(other, profile))
 
 
 def test_choices_without_doubts_lose(monkeypatch: pytest.MonkeyPatch) -> None:

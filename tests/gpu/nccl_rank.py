@@ -32,6 +32,7 @@ from ds_zipccl import comm
 from ds_zipccl.comm.device import choice
 from ds_zipccl.config import ZipcclConfig
 from ds_zipccl.ops import OPS
+from ds_zipccl.policy import cost_model
 from ds_zipccl.policy.admission import PassReason
 from ds_zipccl.telemetry import counters
 
@@ -223,7 +224,8 @@ def additions(it: Rank) -> None:
 
 
 def two_levels(it: Rank) -> None:
-    """Two nodes of two ranks, pretended: NCCL adds inside a node, without rounding here, and frames go between the nodes."""
+    """Two nodes of two ranks, pretended: NCCL adds inside a node, without rounding here, and frames go between the nodes. Gathers enter
+    each node once."""
     nodes, numel = levels.nodes_of(2, 2), where.HERE.size(300_001)
     levels.pretend(nodes)
     integers = [it.words(300_001, rank, 11).float().mul_(2).round_() for rank in range(it.ranks)]
@@ -234,6 +236,14 @@ def two_levels(it: Rank) -> None:
     if OPS["all_reduce"].on_device:
         equal(whole, levels.in_two_levels(everybody, nodes))
     assert whole.numel() == numel
+    cost_model.levels_from = lambda topology, profile: 0.0
+    everyone = dist.new_group(range(it.ranks))  # a group decides once
+    for codec in ("cascade", "raw"):
+        gathered = whole.new_zeros(it.ranks * whole.numel())
+        with counted(it, "all_gather_into_tensor"):
+            config = replace(CODED, codec=codec)
+            comm.all_gather_into_tensor(gathered, everybody[it.rank], everyone, config=config)
+        equal(gathered, torch.cat(everybody))
 
 
 def subgroups(it: Rank) -> None:

@@ -11,6 +11,7 @@ from sim.mistakes import FEW
 
 from ds_zipccl.comm.device import sizes as agreement
 from ds_zipccl.comm.device.streams import Stage, StagingBuffer, Streams, StreamWork
+from ds_zipccl.comm.transport.nccl import NcclTransport
 from on_sim import world
 
 Plant = Callable[[MonkeyPatch], None]
@@ -96,3 +97,14 @@ def same_stream(patch: MonkeyPatch) -> None:
     """The decoder works on the encoder's stream."""
     on = Streams.on
     patch.setattr(Streams, "on", lambda self, stage: on(self, Stage.ENCODE if stage is Stage.DECODE else stage))
+
+
+def another_place(patch: MonkeyPatch) -> None:
+    """In two levels the parts of the ranks of a node change places."""
+    exchange = NcclTransport.exchange
+
+    def rotated(self: NcclTransport, received: Any, sent: Any) -> None:
+        first, *others = received.values()
+        exchange(self, dict(zip(received, [*others, first], strict=True)), sent)
+
+    patch.setattr(NcclTransport, "exchange", rotated)

@@ -8,6 +8,7 @@ documented order, by the host; the backend's own sums must be near the sum.
 from __future__ import annotations
 
 import contextlib
+import math
 import random
 import threading
 from collections import Counter
@@ -27,7 +28,7 @@ from ds_zipccl.comm.device import context, streams
 from ds_zipccl.comm.group_state import group_nodes, resolve_group
 from ds_zipccl.config import ZipcclConfig
 from ds_zipccl.kernels import KernelBackend
-from ds_zipccl.policy import wire
+from ds_zipccl.policy import cost_model, wire
 from ds_zipccl.telemetry import counters
 from on_sim import world
 from on_sim.random_calls import DRAWN, MOVES, OPERATIONS, Desk, Task
@@ -150,8 +151,9 @@ def compare(desk: Desk, coded: bool, got: torch.Tensor, want: torch.Tensor) -> N
 
 
 @contextlib.contextmanager
-def limits(budget: int) -> Iterator[None]:
-    """Limits of the package so small that short messages are cut, coded, and wait for staging buffers; and notes of calls that pass."""
+def limits(budget: int, levels_from: float = 0.0) -> Iterator[None]:
+    """Limits of the package so small that short messages are cut, coded, and wait for staging buffers; and notes of calls that pass.
+    ``levels_from``: bytes from which on gathers go in two levels, on nodes that have them."""
     opened, record = context.DeviceContext.__init__, counters.record_pass
 
     def open_small(self: Any, *arguments: Any, **named: Any) -> None:
@@ -164,6 +166,7 @@ def limits(budget: int) -> Iterator[None]:
 
     patched = [
         (wire, "FRAGMENT_UNIT", 512), (wire, "DEVICE_FRAGMENT_BYTES", 1 << 12), (wire, "RAW_BELOW_BYTES", 64),
+        (cost_model, "levels_from", lambda topology, profile: levels_from if topology.levels else math.inf),
         (streams, "_GRAIN", 1 << 10), (context.DeviceContext, "__init__", open_small), (counters, "record_pass", note),
     ]  # fmt: skip
     with world.replacing(patched):
@@ -211,7 +214,7 @@ def run(
     ranks, nodes, modes, budget = drawn_machine(seed, ranks)
     strict = modes.strict_communicators or modes.busy
     options: dict[str, Any] = {"seed": seed, "modes": modes, "arena_bytes": ARENA_BYTES, "route": route}
-    with limits(budget):
+    with limits(budget, seed % 3 * 2000):
         try:
             outcome = world.run(program, ranks, seed, nodes, strict, names, configs, **options)
         except Exception as error:

@@ -257,6 +257,17 @@ def static(rank: int, ranks: int, nodes: int, settings: dict[str, Any]) -> tuple
     return coded, str(found)
 
 
+@pytest.mark.parametrize("codec", [1e12, 1e9], ids=["fast", "slow"])
+def test_gathers_in_two_levels_need_no_codec(route: CudaBackend, monkeypatch: pytest.MonkeyPatch, codec: float) -> None:
+    """With a slow codec gathers go in two levels without coding: no kernel, no wait of the host."""
+    with_profile(monkeypatch, replace(SLOW, encode=codec, decode=codec))
+    found = world.run(static, 4, 2, {}, route=route)
+    assert all(coded and "two levels from" in said for coded, said in found.values)
+    assert all(("without coding" in said) == (codec < 1e12) for _, said in found.values)
+    (row,) = [row for row in counters.rows() if row["calls"]]
+    assert row["host_waits"] == (0 if codec < 1e12 else 4)
+
+
 def test_without_nodes_moves_are_coded(route: CudaBackend) -> None:
     """Plain torch.distributed."""
     assert world.run(unknown, 2, route=route).values == [True, True]

@@ -195,7 +195,7 @@ def wrong_size(patch: MonkeyPatch) -> None:
 PLANTS: dict[plants.Plant, str] = {
     plants.no_begin: "race", plants.no_join: "race", plants.staging_early: "race", plants.staging_freed_early: "race",
     plants.gaps_that_are_none: "race", plants.nothing_kept: "race", plants.unread_agreement: "race",
-    wrong_size: "would hang", plants.same_stream: "race",
+    wrong_size: "would hang", plants.same_stream: "race", plants.another_place: "elements are wrong",
 }  # fmt: skip
 
 

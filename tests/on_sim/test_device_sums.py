@@ -26,7 +26,7 @@ from ds_zipccl.comm.group_state import group_state
 from ds_zipccl.comm.ops.reduce_to_owners import Owners
 from ds_zipccl.config import ConfigError, ZipcclConfig
 from ds_zipccl.kernels.cuda.backend import CudaBackend, Own
-from ds_zipccl.policy import wire
+from ds_zipccl.policy import cost_model, wire
 from ds_zipccl.policy.admission import PassReason
 from ds_zipccl.telemetry import counters
 from on_sim import plants, world
@@ -286,6 +286,7 @@ CALLS: dict[str, Callable[..., Any]] = {
     "reduce_scatter": lambda x, ranks, **more: comm.reduce_scatter(x.new_empty(len(x) // ranks), list(x.chunk(ranks)), **more),
     "all_reduce": lambda x, ranks, **more: comm.all_reduce(x, **more),
     "balanced": lambda x, ranks, **more: comm.reduce_to_owners(x, balanced(ranks), **more),
+    "gather": lambda x, ranks, **more: comm.all_gather_into_tensor(x.new_empty(len(x)), x[: len(x) // ranks].clone(), **more),
     "one owner": lambda x, ranks, **more: comm.reduce_to_owners(x, [(len(x), (1,))], **more),
     "all own all": lambda x, ranks, **more: comm.reduce_to_owners(x, [(len(x), range(ranks))], **more),
 }  # fmt: skip
@@ -326,12 +327,28 @@ RAW = {**ALWAYS, "codec": "raw"}
 def test_no_more_bytes_between_nodes_than_a_ring(route: CudaBackend, nodes: int, each: int) -> None:
     found, ranks = totals(route, nodes, each, {"raw": RAW, "coded": ALWAYS, "plain": PLAIN}, list(CALLS)), nodes * each
     for name in CALLS:
-        ring = nodes * (ranks - 1) / ranks * 2 * NUMEL * (1 if name.startswith("reduce_scatter") else 2)
+        ring = nodes * (ranks - 1) / ranks * 2 * NUMEL * (1 if name.startswith(("reduce_scatter", "gather")) else 2)
         assert 0 < found[f"raw {name}"] <= 1.01 * ring, (name, found[f"raw {name}"] / ring)
         assert found[f"coded {name}"] <= ring / 1.4, (name, found[f"coded {name}"] / ring)
-        passes = name.startswith(("reduce_scatter", "all"))
+        passes = name.startswith(("reduce_scatter", "all", "gather"))
         plain = found.get(f"plain {name}", 0)
         assert plain <= (1 if passes else 0.51) * 1.001 * ring, (name, plain / ring)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "each"), [(2, 4), pytest.param(4, 2, marks=pytest.mark.full(reason="two nodes are in the short tier"))]
+)
+def test_a_gather_in_two_levels_enters_each_node_once(
+    route: CudaBackend, monkeypatch: pytest.MonkeyPatch, nodes: int, each: int
+) -> None:
+    """A ring brings (n-1)/n of the whole into each of m nodes, where (m-1)/m is necessary."""
+    ranks, necessary = nodes * each, (nodes - 1) * 2 * NUMEL
+    ring = totals(route, nodes, each, {"raw": RAW}, ["gather"])
+    assert ring["raw gather"] >= 0.99 * necessary * (ranks - 1) / ranks * nodes / (nodes - 1)
+    monkeypatch.setattr(cost_model, "levels_from", lambda topology, profile: 0.0)
+    found = totals(route, nodes, each, {"raw": RAW, "coded": ALWAYS}, ["gather"])
+    assert 0 < found["raw gather"] <= 1.01 * necessary
+    assert found["coded gather"] <= necessary / 1.4
 
 
 @pytest.mark.full(reason="shows that the test before it can fail")

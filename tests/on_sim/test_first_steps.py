@@ -28,9 +28,10 @@ from ds_zipccl.comm.group_state import of_all_groups
 from ds_zipccl.config import ZipcclConfig
 from ds_zipccl.kernels import build
 from ds_zipccl.kernels.cuda.backend import CudaBackend
+from ds_zipccl.policy import cost_model
 from ds_zipccl.policy.admission import PassReason
 from ds_zipccl.telemetry import counters
-from on_sim import world
+from on_sim import plants, world
 from on_sim.cases import CASES, HARD, prepared, weights
 
 NUMEL = 24 << 10
@@ -58,9 +59,11 @@ def trained(
     later: bool,
     config: ZipcclConfig = CONFIG,
     same: Callable[[torch.Tensor, torch.Tensor], None] = corpus.assert_same_bits,
+    each: int = 1,
 ) -> list[set[str]]:
-    """Calls of each step, whose words are those of plain collectives; the roles that were coded, by step."""
-    levels.pretend(levels.nodes_of(ranks, 1))
+    """Calls of each step, whose words are those of plain collectives; the roles that were coded, by step.
+    ``each``: ranks of a node."""
+    levels.pretend(levels.nodes_of(ranks // each, each))
     device, engine = torch.device("cuda", rank), object()
     if choice._of_job().first is None:
         choice.settle(config, device)
@@ -117,6 +120,19 @@ def test_a_healthy_job_switches(
     for steps in outcome.values:
         assert steps[:4] == [set()] * 4 and steps[5] == {"zero_param", "ep"}
     assert "nccl: ep coded from step 5 on, as all words compared were right; zero_param coded" in capfd.readouterr().out
+
+
+@pytest.mark.parametrize("wrong", [False, True])
+def test_both_schedules_of_gathers_are_compared(
+    route: CudaBackend, wrong: bool, monkeypatch: MonkeyPatch, capfd: Any
+) -> None:
+    """Those of the job are too small for two levels; larger ones may come."""
+    monkeypatch.setattr(cost_model, "levels_from", lambda topology, profile: 1e12)
+    if wrong:
+        plants.another_place(monkeypatch)
+    steps = world.run(trained, 4, ("gather",), 6, False, CONFIG, corpus.assert_same_bits, 2, route=route).values
+    assert all(one[5] == (set() if wrong else {"zero_param"}) for one in steps)
+    assert f"zero_param {'stays plain, rank 0' if wrong else 'coded'}" in capfd.readouterr().out
 
 
 def first_frame_damaged(patch: MonkeyPatch) -> None:

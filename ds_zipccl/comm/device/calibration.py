@@ -101,7 +101,7 @@ def measure(group: dist.ProcessGroup, config: ZipcclConfig, device: torch.device
     nodes = group_nodes(group)
     topology, gathers = Topology.of(nodes), _points(ctx, SIZES, _gathering)
     found = {
-        "network": (1 - 1 / topology.nodes) * cost_model.slope(gathers),
+        "network": (1 - 1 / ctx.size) * cost_model.slope(gathers),
         "hop": cost_model.hop_of(gathers, topology),
         "encode": cost_model.slope(_points(ctx, CODED_BYTES, partial(_coding, stage=Stage.ENCODE))),
         "decode": cost_model.slope(_points(ctx, CODED_BYTES, partial(_coding, stage=Stage.DECODE))),

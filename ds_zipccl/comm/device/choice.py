@@ -21,7 +21,7 @@ import torch.distributed as dist
 from ds_zipccl import tensors
 from ds_zipccl.comm.device import calibration, first_steps
 from ds_zipccl.comm.device.calibration import Span, agreed_seconds, mark
-from ds_zipccl.comm.device.context import DeviceContext
+from ds_zipccl.comm.device.context import DeviceContext, cut_of
 from ds_zipccl.comm.device.reserve import reserve
 from ds_zipccl.comm.group_state import (
     device_profile,
@@ -51,7 +51,7 @@ _QUEUES = "CUDA_DEVICE_MAX_CONNECTIONS"
 class Settled:
     """What was settled at the start for tensors of one device type. ``reason``: why no move in mode auto is coded; None: some may be.
     ``sums``: the sums of ``reduction`` auto. ``one_queue``: on some rank all streams share one queue of the device. ``compared``: moves
-    are coded when the first steps have compared them with plain ones."""
+    are coded when the first steps have compared them with plain ones. ``levels_from``, ``raw``: see :class:`.context.Cut`."""
 
     device: str
     topology: Topology
@@ -61,6 +61,8 @@ class Settled:
     least_bytes: float
     one_queue: bool = False
     compared: bool = False
+    levels_from: float = math.inf
+    raw: bool = False
 
     def __str__(self) -> str:
         parts, found = [f"{self.topology.nodes} nodes, at most {self.topology.each} ranks each"], self.profile
@@ -73,6 +75,9 @@ class Settled:
             )
         moves = f"plain, {self.reason.value}" if self.reason else coded
         parts += [f"moves in mode auto: {moves}", f"sums: {self.sums}"]
+        if self.levels_from < math.inf and not self.reason:
+            raw = ", without coding" if self.raw else ""
+            parts.append(f"gathers in two levels from {self.levels_from / 1e6:.3g} MB of a collective on{raw}")
         if self.compared and not self.reason:
             parts.append(f"plain in the first {1 + first_steps.STEPS} steps, which compare coded copies")
         if self.one_queue:
@@ -106,9 +111,11 @@ def settle(config: ZipcclConfig, device: torch.device) -> Settled | None:
     rule = rule_of(topology, profile, one_queue)
     if "auto" in modes and rule.reason is None and profile is not None:
         state.of(GroupChoice).steps = Steps(config, device)
+    cut = cut_of(group, device.type)
     settled = Settled(
-        device.type, topology, profile, rule.reason, state.device_sums, rule.least[1], one_queue, config.nccl == "auto"
-    )
+        device.type, topology, profile, rule.reason, state.device_sums, rule.least[1], one_queue, config.nccl == "auto",
+        cut.levels_from, cut.raw,
+    )  # fmt: skip
     own = state.of(GroupChoice)
     own.settled, own.reserving = settled, partial(reserve, config, device)
     if config.nccl == "auto" and (rule.reason is None or "always" in modes):

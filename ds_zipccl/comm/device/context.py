@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import cast
+from typing import NamedTuple, cast
 
 import torch
 import torch.distributed as dist
 
 from ds_zipccl import kernels
+from ds_zipccl.comm.bases.state import AGREEMENT
 from ds_zipccl.comm.context import Call
 from ds_zipccl.comm.device.reports import reports_of
 from ds_zipccl.comm.device.streams import Stage, streams_of
@@ -15,26 +16,46 @@ from ds_zipccl.comm.group_state import device_profile, group_nodes, group_profil
 from ds_zipccl.comm.transport import COLLECTIVE_TRANSPORTS
 from ds_zipccl.config import ZipcclConfig
 from ds_zipccl.kernels.cuda.backend import CudaBackend
+from ds_zipccl.ops import OPS
 from ds_zipccl.policy import cost_model
 from ds_zipccl.policy.cost_model import GATHER, SUM, DeviceProfile, Topology
 
+#: Operations whose frames are those of gathers.
+_GATHERS = {AGREEMENT, *(name for name, op in OPS.items() if op.traffic == "all_gather")}
 
-class _Least:
-    """The least bytes of the fragments of a group's gathers and sums, and the profile by which they were found."""
 
-    def __init__(self) -> None:
-        self._profile: DeviceProfile | None = None
-        self._found: tuple[int, int] | None = None
+class Cut(NamedTuple):
+    """How the schedules of a group cut operations, and send gathers.
 
-    def of(self, group: dist.ProcessGroup, device: str) -> tuple[int, int]:
-        """Return the bytes, equal on all ranks of the group."""
-        profile = device_profile(device)
-        if self._found is None or self._profile is not profile:
-            topology = Topology.of(group_nodes(group) or [[rank] for rank in range(dist.get_world_size(group))])
-            by = cost_model.UNMEASURED if profile is None else group_profile(group, profile)
-            gather, summed = (cost_model.least_fragment(kind, topology, by) for kind in (GATHER, SUM))
-            self._profile, self._found = profile, (gather, summed)
-        return self._found
+    ``gather``, ``sum``: bytes of words of a fragment below which its latency counts. ``levels_from``: bytes of a collective from which on
+    gathers go in two levels; ``raw``: without coding, in mode auto.
+    """
+
+    gather: int
+    sum: int
+    levels_from: float
+    raw: bool
+
+
+class _Found:
+    """The cut of a group, and the profile by which it was found."""
+
+    cut: Cut | None = None
+    profile: DeviceProfile | None = None
+
+
+def cut_of(group: dist.ProcessGroup, device: str) -> Cut:
+    """Return the cut of a group, equal on all its ranks, of which this one is one."""
+    state, profile = group_state(group), device_profile(device)
+    assert state is not None
+    found = state.of(_Found)
+    if found.cut is None or found.profile is not profile:
+        topology = Topology.of(group_nodes(group) or [[rank] for rank in range(state.size)])
+        by = cost_model.UNMEASURED if profile is None else group_profile(group, profile)
+        gather, summed = (cost_model.least_fragment(kind, topology, by) for kind in (GATHER, SUM))
+        raw = profile is not None and cost_model.gathers_raw(topology, by)
+        found.cut, found.profile = Cut(gather, summed, cost_model.levels_from(topology, by), raw), profile
+    return found.cut
 
 
 def staging_of(config: ZipcclConfig, device: torch.device) -> int:
@@ -48,7 +69,7 @@ class DeviceContext(Call):
     """One operation of this rank whose frames stay on ``device``.
 
     ``codec``: of frames without a base. ``with_base``: frames may be differences. ``route``: the kernels. ``budget``: bytes of all
-    staging buffers. ``least`` and ``least_sum``: bytes of words of a fragment of a gather, and of a sum, below which its latency counts.
+    staging buffers. ``cut``: that of the group.
     """
 
     def __init__(
@@ -63,13 +84,15 @@ class DeviceContext(Call):
         with_base: bool = False,
     ) -> None:
         super().__init__(op, group, config, role)
-        self.codec, self.device, self.with_base = codec, device, with_base
+        self.device, self.with_base = device, with_base
         self.transport = COLLECTIVE_TRANSPORTS[self.state.backend(device.type)](group)
         self.route = cast(CudaBackend, kernels.route(kernels.preferred(config.route, device.type), device.type))
         self.streams = streams_of(device)
         self.reports = reports_of(self.streams)
         self.budget = staging_of(config, device)
-        self.least, self.least_sum = self.state.of(_Least).of(group, device.type)
+        self.cut = cut_of(group, device.type)
+        raw = self.cut.raw and config.mode_of(role) == "auto" and op in _GATHERS
+        self.codec = "raw" if raw else codec
         self.streams.sweep()
         self.streams.begin()
 

@@ -16,10 +16,11 @@ from ds_zipccl.comm.device.context import DeviceContext
 from ds_zipccl.comm.device.exchange import exchange_even, exchange_uneven, pays_now
 from ds_zipccl.comm.device.gather import Shard
 from ds_zipccl.comm.device.streams import Stage, StreamWork
-from ds_zipccl.comm.device.sums import Part, levels_of
+from ds_zipccl.comm.device.sums import Part
 from ds_zipccl.comm.group_state import GroupState, resolve_group
 from ds_zipccl.comm.request import Request, compare_by, copy_back, equal_shards, logical_order, memory_order, shadow_of
 from ds_zipccl.comm.spans import cut
+from ds_zipccl.comm.topology import Levels
 from ds_zipccl.comm.tuner import CallTimer
 from ds_zipccl.ops import OPS
 from ds_zipccl.policy import wire
@@ -143,11 +144,13 @@ def _reduce_scatter_list(ctx: DeviceContext, request: Request, inputs: Tensors, 
 
 def _sum_parts(ctx: DeviceContext, request: Request, parts: Sequence[Part], out: torch.Tensor) -> None:
     place = Part((out, slice(0, out.numel())))
-    sums.reduce_scatter(ctx, levels_of(ctx, request.sum.nodes), parts, place, request.sum.reduction.divisor)
+    sums.reduce_scatter(
+        ctx, Levels.of(request.sum.nodes, ctx.rank, ctx.size), parts, place, request.sum.reduction.divisor
+    )
 
 
 def _all_reduce(ctx: DeviceContext, request: Request, inputs: Tensors, outputs: Tensors) -> None:
-    sums.all_reduce(ctx, levels_of(ctx, request.sum.nodes), outputs, request.sum.reduction.divisor)
+    sums.all_reduce(ctx, Levels.of(request.sum.nodes, ctx.rank, ctx.size), outputs, request.sum.reduction.divisor)
 
 
 def _to_owners(ctx: DeviceContext, request: Request, inputs: Tensors, outputs: Tensors) -> None:
@@ -156,7 +159,7 @@ def _to_owners(ctx: DeviceContext, request: Request, inputs: Tensors, outputs: T
     if summed.reduction.plain:
         sums.plain_to_owners(ctx, parts, summed.op)
         return
-    levels = levels_of(ctx, summed.nodes)
+    levels = Levels.of(summed.nodes, ctx.rank, ctx.size)
     owned = [sum(parts[rank].numel for rank in ranks) for ranks in levels.nodes]
     if summed.owned.disjoint and wire.straight_to_owners(owned, whole.numel()):
         sums.reduce_scatter(ctx, levels, parts, parts[ctx.rank], summed.reduction.divisor)

@@ -11,6 +11,7 @@ Frames are those without a base: a difference is proven by the hashes of its bas
 from __future__ import annotations
 
 import json
+import math
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
@@ -102,6 +103,10 @@ class FirstSteps:
         self._calls[kind] += 1
         ctx = DeviceContext(*request.call(self._config.codec))
         ctx.reports, lacks = self._reports[role], 0
+        if (self._ended + self._calls[kind]) % 2 and ctx.cut.levels_from < math.inf:
+            ctx.cut = ctx.cut._replace(
+                levels_from=0
+            )  # parts of calls may be too small for a schedule that whole ones take
         with ctx.streams.on(Stage.DECODE):
             if handle is not None:
                 handle.wait()

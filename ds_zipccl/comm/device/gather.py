@@ -1,4 +1,5 @@
-"""Gathers on a device: every rank's frames go into slots of one size, and the backend's own all-gather carries the slots.
+"""Gathers on a device: every rank's frames go into slots of one size, and the backend's own all-gather, or exchanges in two levels, carry
+the slots.
 
 The sizes of slots are the largest frame of any rank. All ranks agree on them: here, with one wait of the host, or ahead for all parameters
 (:mod:`.agreed`), with none.
@@ -19,9 +20,11 @@ from ds_zipccl.comm.device.bases.proof import PROOF_WORDS, holds, proof
 from ds_zipccl.comm.device.context import DeviceContext
 from ds_zipccl.comm.device.sizes import agree
 from ds_zipccl.comm.device.streams import Stage
+from ds_zipccl.comm.group_state import group_nodes
+from ds_zipccl.comm.topology import Levels
 from ds_zipccl.frame import HEADER_BYTES
 from ds_zipccl.kernels.cuda.jobs import GatherTable, Parameter, frame_bytes
-from ds_zipccl.policy import wire
+from ds_zipccl.policy import cost_model, wire
 from ds_zipccl.telemetry import counters
 
 
@@ -190,11 +193,31 @@ def send_planned(
     if not plan.fragments and plan.pieces:
         with ctx.streams.wire():
             for shard in shards:
-                ctx.transport.all_gather(shard.whole, shard.own)
+                _all_gather(ctx, shard.whole, shard.own)
                 ctx.count(0, shard.own.nbytes * (ctx.size - 1))
     for fragment in plan.fragments:
         part = slice(fragment.first, fragment.last)
         _fragment(ctx, shards, plan.pieces[part], fragment, None if lasts is None else lasts[part])
+
+
+def _all_gather(ctx: DeviceContext, whole: torch.Tensor, own: torch.Tensor) -> None:
+    """Write the parts of all ranks to flat ``whole``, in their order; the own part may be left out. ``own`` is this rank's, in its place or
+    apart. Work of the current stream.
+
+    A large gather goes in two levels, where a rank's part enters each other node once: a ring of all ranks brings it back to its own node.
+    Every rank sends its part to the ranks of its node, and to those of its local rank on other nodes, which forward it to their nodes.
+    """
+    if whole.nbytes < ctx.cut.levels_from:
+        ctx.transport.all_gather(whole, own)
+        return
+    levels, rows = Levels.of(group_nodes(ctx.group), ctx.rank, ctx.size), whole.split(own.numel())
+    mates = [rank for rank in levels.node_ranks if rank != ctx.rank]
+    first = [*mates, *(rank for rank in levels.peers if rank != ctx.rank)]
+    ctx.transport.exchange({rank: rows[rank] for rank in first}, dict.fromkeys(first, own))
+    for ranks in levels.nodes:
+        if ctx.rank not in ranks:
+            coming = {mate: rows[ranks[place]] for place, mate in enumerate(levels.node_ranks) if mate != ctx.rank}
+            ctx.transport.exchange(coming, dict.fromkeys(mates, rows[ranks[levels.local_rank]]))
 
 
 def put_own(ctx: DeviceContext, shards: Sequence[Shard]) -> None:
@@ -208,7 +231,8 @@ def put_own(ctx: DeviceContext, shards: Sequence[Shard]) -> None:
 def _fragments(pieces: Sequence[Piece], itemsize: int, ctx: DeviceContext) -> Iterator[tuple[int, int]]:
     """Yield the first piece of each fragment and the piece after its last."""
     whole, each = sum(piece.numel for piece in pieces), itemsize * ctx.size
-    count = wire.device_fragments(whole * each, wire.FRAGMENT_UNIT * each, ctx.budget, ctx.least)
+    least = cost_model.least_of_gather(whole * each, ctx.cut.gather, ctx.cut.levels_from)
+    count = wire.device_fragments(whole * each, wire.FRAGMENT_UNIT * each, ctx.budget, least)
     first, before, fragment = 0, 0, 0
     for number, piece in enumerate(pieces):
         own = wire.device_fragment_of(before, piece.numel, whole, count)
@@ -246,7 +270,7 @@ def _fragment(
             code = ctx.codec if lasts is None else "delta"
             ctx.route.encode_gather(words_of(shards, pieces), code, table, part, bases=lasts)
         with streams.wire():
-            ctx.transport.all_gather(staging, part)
+            _all_gather(ctx, staging, part)
         with streams.on(Stage.DECODE):
             outs = shards[0].whole if len(shards) == 1 else [shards[piece.shard].whole for piece in pieces]
             status = ctx.reports.word(ctx.where(), fragment.names)

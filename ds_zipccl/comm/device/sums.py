@@ -12,20 +12,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 
 from ds_zipccl import tensors
-from ds_zipccl.comm import topology
 from ds_zipccl.comm.device import gather
 from ds_zipccl.comm.device.context import DeviceContext
 from ds_zipccl.comm.device.gather import Shard
 from ds_zipccl.comm.device.sizes import agree
 from ds_zipccl.comm.device.streams import Stage
 from ds_zipccl.comm.spans import length, within
+from ds_zipccl.comm.topology import Levels
 from ds_zipccl.frame import HEADER_BYTES
 from ds_zipccl.kernels.cuda.backend import Own
 from ds_zipccl.kernels.sums import settle_nans
@@ -33,28 +32,6 @@ from ds_zipccl.policy import wire
 
 #: Rows of node sums, and shards of an all-reduce, begin at multiples of so many elements: kernels read 16 bytes at once.
 _ALIGNED = 8
-
-
-@dataclass(frozen=True)
-class Levels:
-    """The levels of a group, as one rank sees them.
-
-    ``nodes``: the group ranks of each node; one level has a node for each rank. ``node`` and ``local_rank``: the place of this rank.
-    ``node_ranks``: the ranks of the own node. ``peers``: the ranks of the own local_rank, in the order of the nodes. Both ascend.
-    """
-
-    nodes: Sequence[Sequence[int]]
-    node: int
-    local_rank: int
-    node_ranks: Sequence[int]
-    peers: Sequence[int]
-
-
-def levels_of(ctx: DeviceContext, nodes: Sequence[Sequence[int]]) -> Levels:
-    """Return the levels of the context's group: two if ``nodes`` names the ranks of each node, one if it is empty."""
-    found = nodes or [[rank] for rank in range(ctx.size)]
-    node, local_rank = next((node, ranks.index(ctx.rank)) for node, ranks in enumerate(found) if ctx.rank in ranks)
-    return Levels(found, node, local_rank, found[node], topology.local_ranks(found)[local_rank])
 
 
 class Part:
@@ -241,7 +218,7 @@ class _Summing:
         with self._node_sums(begin, end) as sums:
             itemsize, numel = self._dtype.itemsize, end - begin
             taken = self._rows * numel * itemsize if self._packed else 0
-            step = wire.device_sum_fragment(numel, itemsize, self._nodes, self._ctx.budget - taken, self._ctx.least_sum)
+            step = wire.device_sum_fragment(numel, itemsize, self._nodes, self._ctx.budget - taken, self._ctx.cut.sum)
             starts = range(0, end - begin, step)
             words = [[summed[start : start + step] for start in starts] for summed in sums]
             sizes = self._agreed(words)

@@ -27,6 +27,7 @@ from ds_zipccl.comm.group_state import region_hash
 from ds_zipccl.comm.host.frames import ByteCoder
 from ds_zipccl.comm.host.pipeline import Exchange, Fragments, abandon, detached, open_exchange, run_pipeline, swap
 from ds_zipccl.comm.request import Request, equal_shards
+from ds_zipccl.comm.topology import Levels
 from ds_zipccl.telemetry import counters
 
 #: The exchange of :class:`SharedBase`, after those of the gather itself.
@@ -83,12 +84,12 @@ class Gathering:
         self._across, self._inside, self._coming, self._own = across, inside, coming, coming[ctx.rank]
         self._by_node = bool(ctx.nodes)
         # straight, all ranks are neighbors
-        mine = next((ranks for ranks in ctx.nodes if ctx.rank in ranks), [ctx.rank, *ctx.peers])
-        self._neighbors = [rank for rank in mine if rank != ctx.rank]
+        nodes = ctx.nodes or [range(ctx.size)]
+        own = Levels.of(nodes, ctx.rank, ctx.size).node_ranks
+        self._neighbors = [rank for rank in ctx.peers if rank in own]
         # rank of this node -> the ranks of other nodes whose shards it receives and forwards
         self._through = {
-            rank: [ranks[local_rank] for ranks in ctx.nodes if ranks is not mine]
-            for local_rank, rank in enumerate(mine)
+            rank: [peer for peer in Levels.of(nodes, rank, ctx.size).peers if peer != rank] for rank in own
         }
         self._received = self._through[ctx.rank]
 

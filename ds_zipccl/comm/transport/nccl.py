@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 
 import torch
@@ -33,6 +33,11 @@ class NcclTransport:
     ) -> None:
         outputs, inputs = (None if sizes is None else list(sizes) for sizes in (received_sizes, sent_sizes))
         dist.all_to_all_single(received, sent, outputs, inputs, self._group)
+
+    def exchange(self, received: Mapping[int, torch.Tensor], sent: Mapping[int, torch.Tensor]) -> None:
+        nothing = next(iter(received.values()))[:0]
+        outputs, inputs = ([some.get(rank, nothing) for rank in range(self._group.size())] for some in (received, sent))
+        dist.all_to_all(outputs, inputs, self._group)
 
     def max(self, words: torch.Tensor) -> None:
         dist.all_reduce(words, dist.ReduceOp.MAX, self._group)

@@ -6,7 +6,7 @@ device's streams.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from enum import IntEnum
 from typing import ClassVar, Protocol
@@ -102,6 +102,10 @@ class CollectiveTransport(Protocol):
     ) -> None:
         """Send the pieces of ``sent`` to the ranks, in their order, and write the pieces for this rank to ``received``. Sizes in elements;
         None: equal pieces."""
+
+    def exchange(self, received: Mapping[int, torch.Tensor], sent: Mapping[int, torch.Tensor]) -> None:
+        """Send a tensor to each rank that is named, and write what arrives from others to theirs; some tensor is received. A tensor may be
+        sent to several ranks. All ranks of the group call."""
 
     def max(self, words: torch.Tensor) -> None:
         """Replace each word by the largest of all ranks."""
