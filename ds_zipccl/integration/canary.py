@@ -37,7 +37,8 @@ class Outcome(dict[int, str]):
 
 def try_out(config: ZipcclConfig, device: torch.device) -> Outcome:
     """Gather, exchange and sum on a clone of the default group, all coded, and compare every word. A collective of all ranks, which get one
-    outcome; the host waits, for :data:`PATIENCE` at most in each call.
+    outcome; the host waits, for :data:`PATIENCE` at most in each call. torch's kernels of our streams are loaded then: a kernel that is
+    loaded later may wait for all other work of its device.
 
     Args:
         device: whose tensors go in stream order in the default group.
@@ -103,11 +104,11 @@ def _calls(
         sums = numbers[rank].to(device, copy=True)
         comm.all_reduce(sums, group=group, config=summed, role="zero_grad")
         yield "all_reduce", sums, _sum(numbers)
-        shard = tensors.empty(part, torch.float32, device)
-        comm.reduce_scatter_tensor(
-            shard, numbers[rank].to(device, copy=True), group=group, config=summed, role="zero_grad"
-        )
-        yield "reduce_scatter_tensor", shard, _sum(numbers).split(part)[rank]
+        numbers = [words.remainder(3) for words in numbers]  # the sums of a node too, in 16 bits
+        for dtype in (torch.bfloat16, torch.float16):
+            shard, given = tensors.empty(part, dtype, device), numbers[rank].to(device, dtype, copy=True)
+            comm.reduce_scatter_tensor(shard, given, dist.ReduceOp.AVG, group, config=summed, role="zero_grad")
+            yield "reduce_scatter_tensor", shard, (_sum(numbers) / ranks).to(dtype).split(part)[rank]
 
 
 def _words(seed: int, numel: int) -> torch.Tensor:

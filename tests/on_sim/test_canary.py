@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import gc
+import itertools
 from typing import Any
 
+import corpus
 import levels
 import pytest
 import torch
 import torch.distributed as dist
 from pytest import MonkeyPatch
 from sim import communicator
-from sim.device import mine
+from sim.device import Gpu, mine
 
 from ds_zipccl.comm.group_state import group_state
 from ds_zipccl.comm.transport.nccl import NcclTransport
@@ -21,6 +23,8 @@ from ds_zipccl.kernels.cuda.backend import CudaBackend
 from ds_zipccl.telemetry import counters
 from on_sim import world
 from on_sim.cases import HARD, once
+from on_sim.random_calls import OPERATIONS, SUMS, Desk, Task
+from on_sim.random_programs import CONFIGS, limits
 
 CONFIG = ZipcclConfig(enabled=True, nccl="on", staging_mib=1)
 
@@ -64,8 +68,59 @@ def test_every_call_is_coded(route: CudaBackend) -> None:
     world.run(behind_another_call, 2, route=route)
     assert {(row["role"], row["op"]): (row["calls"], row["passed"]) for row in counters.rows()} == {
         ("dp", "all_gather_into_tensor"): (2, 0), ("zero_param", "all_gather_into_tensor"): (2, 0),
-        ("ep", "all_to_all_single"): (4, 0), ("zero_grad", "all_reduce"): (2, 0), ("zero_grad", "reduce_scatter_tensor"): (2, 0),
+        ("ep", "all_to_all_single"): (4, 0), ("zero_grad", "all_reduce"): (2, 0), ("zero_grad", "reduce_scatter_tensor"): (4, 0),
     }  # fmt: skip
+
+
+#: Calls that launch kernels of torch.
+USED = ("gather", "gather several", "exchange", "uneven exchange", "all_reduce", "scatter", "owners")
+
+
+def in_use(rank: int, ranks: int, each: int, begun: dict[int, set[Any]]) -> set[Any]:
+    """Return the kernels of torch that calls launch, and that the canary has not launched."""
+    levels.pretend(levels.nodes_of(ranks // each, each))
+    canary.try_out(CONFIG, torch.device("cuda", rank))
+    loaded, late = set(begun[rank]), set()
+    for name, kind in itertools.product(USED, corpus.SUMMED.values()):
+        average = name in SUMS
+        task = Task(name, tuple(range(ranks)), dist.group.WORLD, CONFIGS[0], kind, 5000, average=average, draw=name)
+        desk = Desk(task, rank)
+        desk.room = lambda numel, dense=True: torch.empty(numel, dtype=kind.dtype, device=desk.device)  # type: ignore[method-assign] # noqa: B023
+        OPERATIONS[name][1](counting := Counting(desk, begun[rank]))
+        late |= counting.launched - loaded
+    return late
+
+
+class Counting:
+    """A desk that notes the kernels of its call."""
+
+    def __init__(self, desk: Desk, begun: set[Any]) -> None:
+        self._desk, self._begun, self.launched = desk, begun, set[Any]()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._desk, name)
+
+    def call(self, *given: Any, **named: Any) -> None:
+        self._begun.clear()
+        self._desk.call(*given, **named)
+        self.launched = set(self._begun)
+
+
+@pytest.mark.parametrize("each", [1, pytest.param(2, marks=pytest.mark.full(reason="as one rank a node"))])
+def test_torchs_kernels_are_loaded(route: CudaBackend, monkeypatch: MonkeyPatch, each: int) -> None:
+    """By operation and dtypes: those of calls on dense tensors are those of the canary."""
+    begun: dict[int, set[Any]] = {rank: set() for rank in range(2 * each)}
+    launch = Gpu.launch
+
+    def noted(self: Gpu, kind: str, label: str, body: Any, reads: Any, writes: Any, *more: Any) -> None:
+        if kind == "kernel" and label.startswith(("torch", "copy_")):
+            begun[self.rank].add((label, *(str(one.dtype) for one in (*reads, *writes))))
+        launch(self, kind, label, body, reads, writes, *more)
+
+    monkeypatch.setattr(Gpu, "launch", noted)
+    with limits(1 << 16):
+        found = world.run(in_use, 2 * each, each, begun, modes=world.Modes(races=False), route=route)
+    assert found.values == [set()] * 2 * each
 
 
 def other_rank_skipped(patch: MonkeyPatch) -> None:
