@@ -106,8 +106,8 @@ def _calls(
         yield "all_reduce", sums, _sum(numbers)
         numbers = [words.remainder(3) for words in numbers]  # the sums of a node too, in 16 bits
         for dtype in (torch.bfloat16, torch.float16):
-            shard, given = tensors.empty(part, dtype, device), numbers[rank].to(device, dtype, copy=True)
-            comm.reduce_scatter_tensor(shard, given, dist.ReduceOp.AVG, group, config=summed, role="zero_grad")
+            shard, words = tensors.empty(part, dtype, device), numbers[rank].to(device, dtype, copy=True)
+            comm.reduce_scatter_tensor(shard, words, dist.ReduceOp.AVG, group, config=summed, role="zero_grad")
             yield "reduce_scatter_tensor", shard, (_sum(numbers) / ranks).to(dtype).split(part)[rank]
 
 

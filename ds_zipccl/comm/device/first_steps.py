@@ -76,7 +76,7 @@ class FirstSteps:
         #: Role -> its reports, apart from those of the job, which a refused frame stops.
         self._reports = {role: Reports(device) for role in ROLES}
         for dtype in (torch.bfloat16, torch.float32):  # the kernels are loaded now, not beside collectives
-            _difference(*[tensors.filled(8, 0, dtype, device)] * 2, 0)
+            _difference(words := tensors.filled(8, 0, dtype, device), words, 0)
 
     def reason(self, role: str) -> PassReason | None:
         """Return why the moves of a role pass in the step that runs; None if they are proven."""
