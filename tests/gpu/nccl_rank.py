@@ -303,6 +303,31 @@ def timeline(it: Rank) -> None:
         ]
 
 
+def pairs(it: Rank) -> None:
+    """Host microseconds of an exchange of each rank with one other rank: an all-to-all in which others have nothing for each other, for
+    which NCCL still has a message each, and messages of the pair alone, as a batch of the same communicator."""
+    peer, numel = it.rank ^ 1, 1 << 16
+    sent, got = it.words(numel, it.rank, 23), it.words(numel, it.rank, 24)
+    nothing = got[:0]
+    there = [got if rank == peer else nothing for rank in range(it.ranks)]
+    given = [sent if rank == peer else nothing for rank in range(it.ranks)]
+    batch = [dist.P2POp(dist.isend, sent, peer), dist.P2POp(dist.irecv, got, peer)]
+    calls: dict[str, Callable[[], Any]] = {
+        "all_to_all": lambda: dist.all_to_all(there, given),
+        "batch": lambda: [work.wait() for work in dist.batch_isend_irecv(batch)],
+    }
+    for name, call in calls.items():
+        got.zero_()
+        times = []
+        for _ in range(20):
+            start = time.perf_counter()
+            call()
+            times.append(1e6 * (time.perf_counter() - start))
+            it.finish()
+        equal(got, it.words(numel, peer, 23))
+        it.figures[f"pair_{name}_host_us"] = round(statistics.median(times), 1)
+
+
 def streams(it: Rank) -> None:
     """A call without async_op stays in the order of the current stream, and does not wait for other streams."""
     mine, other = where.HERE.streams(2)
@@ -435,7 +460,7 @@ PROGRAMS: dict[str, tuple[Check, ...]] = {
         captures,
     ),  # times of ranks that share a GPU say nothing
     "shared_gpu_2": SHARED,
-    "shared_gpu_4": (*SHARED, two_levels),  # last: the nodes stay
+    "shared_gpu_4": (*SHARED, *(() if where.DRY else (pairs,)), two_levels),  # last: the nodes stay
 }
 
 
