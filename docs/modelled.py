@@ -123,7 +123,8 @@ def counts(page: Path) -> str:
         (name, *(f"{row.get(key, row['fragments_layer']):{form}}" for row in pairs))
         for name, (key, form) in _COUNTED.items()
     )
-    return f"{provenance(now)}\n\n{table(('a step of 7B', *heads), rows)}"
+    origins = f"Fine: {provenance(before)}\n\nNow: {provenance(now)}"
+    return f"{origins}\n\n{table(('a step of 7B', *heads), rows)}"
 
 
 _STEP = "plan --params 7e9 --gpus 32 --gpus-per-node 8 --zero {stage} --network --gpu-profile assumed-1.0{more}"

@@ -351,7 +351,7 @@ RATIO = {GATHER: 1.46, SUM: 1.42, ALL_TO_ALL: 1.46}
 RDMA_REACH, TCP_REACH = 0.95, 0.85
 #: Bytes a second of a rank inside its node (seed: NVLink of an H100, 370 of 450 GB/s, nccl#1374; a PCIe switch).
 NVLINK, PCIE = 370e9, 22e9
-#: Bytes a second that a device reads from host memory while the other devices of its node do so too (seed: PCIe 5).
+#: Bytes a second that a device reads from host memory while the other devices of its node do so too (seed: PCIe 5; measured at the start).
 HOST_BUS = 50e9
 #: Bytes of words a second of the codec (seed: the goal of the kernels on an H100; measured at the start of a job).
 CODEC = 1e12
@@ -414,7 +414,8 @@ class DeviceProfile:
     """The speeds of the slowest rank of a group, in bytes a second, and its delays in seconds.
 
     ``network``: all network cards of a node together, each way. ``inside``: one rank, to the ranks of its node. ``encode``, ``decode``:
-    words of one rank. ``launch``, ``agreement``, ``exchange``: see :data:`LAUNCH_S`. ``hop``, ``step``: see :data:`HOP_S`.
+    words of one rank. ``bus``: see :data:`HOST_BUS`. ``launch``, ``agreement``, ``exchange``: see :data:`LAUNCH_S`. ``hop``, ``step``: see
+    :data:`HOP_S`.
 
     Raises:
         ValueError: a number is not finite or not above 0 (``hop`` and ``step`` may be 0).
@@ -429,6 +430,7 @@ class DeviceProfile:
     exchange: float = EXCHANGE_S
     hop: float = HOP_S
     step: float = STEP_S
+    bus: float = HOST_BUS
 
     def __post_init__(self) -> None:
         found = {one.name: getattr(self, one.name) for one in fields(self)}
@@ -662,12 +664,6 @@ def sums_of(topology: Topology, profile: DeviceProfile) -> str:
 def moves_may_gain(topology: Topology, profile: DeviceProfile) -> bool:
     """Return whether gathers and exchanges are worth a trial. Where they are not, they are plain, and nothing is measured."""
     return topology.nodes > 1 and profile.network <= FAST_NODE and least_bytes(topology, profile, waits=0) < math.inf
-
-
-def host_bases_gain(topology: Topology, profile: DeviceProfile) -> bool:
-    """Return whether a gather of unchanged parameters is faster as a copy of a base in host memory than coded over the network."""
-    coded = coded_seconds(GATHER, NOMINAL_BYTES, topology, profile)
-    return coded > GAINING * NOMINAL_BYTES / HOST_BUS
 
 
 #: Sizes among which the least one that gains is found: from the first one on, in steps of an eighth of a power of two.

@@ -17,7 +17,7 @@ import torch
 from ds_zipccl.comm.device import gather, sums
 from ds_zipccl.comm.topology import Levels
 from ds_zipccl.config import ZipcclConfig
-from ds_zipccl.policy import cost_model, trial, wire
+from ds_zipccl.policy import base_copies, cost_model, trial, wire
 from ds_zipccl.policy.admission import (
     CODED_REDUCE_OPS,
     DELTA_DTYPES,
@@ -39,7 +39,6 @@ from ds_zipccl.policy.cost_model import (
     DeviceProfile,
     Topology,
     coded_seconds,
-    host_bases_gain,
     least_bytes,
     moves_may_gain,
     plain_seconds,
@@ -543,7 +542,19 @@ def test_rules() -> None:
     assert {name for name, row in rows.items() if sums_of(*row) == "fp32"} == {"100G a node", "25G TCP a node"}
     assert {name for name, row in rows.items() if not moves_may_gain(*row)} == {"8x400G", "8x200G"}
     gaining = {"100G a node", "25G TCP a node", "1 GPU, 100G", "4 PCIe GPUs, 100G"}
-    assert {name for name, row in rows.items() if host_bases_gain(*row)} == gaining
+    assert {name for name, row in rows.items() if base_copies.gain(*row)} == gaining
+
+
+@pytest.mark.parametrize("gbits", [1, 10, 100])
+def test_gathers_of_unchanged_parameters_are_copied_from_a_size_on(gbits: int) -> None:
+    """From a smaller one than coded gathers; nothing is sent."""
+    topology, profile = Topology(2, 1), node(1, gbits)
+    least = base_copies.least_bytes(topology, profile)
+    assert 0 < least < least_bytes(topology, profile, waits=0) / 2
+    for size in (0.9, 1.01, 10):
+        copied = cost_model.GAINING * (profile.launch + size * least / profile.bus)
+        assert (plain_seconds(GATHER, size * least, topology, profile) > copied) == (size > 1)
+    assert math.isinf(base_copies.least_bytes(topology, replace(profile, bus=profile.network / 3)))
 
 
 def test_nodes_that_are_not_even_and_groups_inside_one_have_plain_sums() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import corpus
@@ -15,7 +16,7 @@ import torch
 import torch.distributed as dist
 from sim import streams
 
-from ds_zipccl.comm.device import calibration, choice
+from ds_zipccl.comm.device import calibration, choice, engine
 from ds_zipccl.comm.device.context import DeviceContext
 from ds_zipccl.comm.group_state import device_profile, group_state, of_all_groups, resolve_group
 from ds_zipccl.config import ConfigError, ZipcclConfig
@@ -255,6 +256,37 @@ def static(rank: int, ranks: int, nodes: int, settings: dict[str, Any]) -> tuple
     coded = a_gather(rank, ranks, moves.coded(**{**AUTO, **settings}), 0)
     choice.end_step(Engine())
     return coded, str(found)
+
+
+def may_copy(rank: int, ranks: int, based: int, base: str) -> PassReason | None:
+    """Why a gather of two parameters passes, ``based`` of which have a base."""
+    settled(rank, 2, zero3_base=base)
+    agreed = [
+        SimpleNamespace(numel=1 << 20, slot=lambda has=number < based: object() if has else None) for number in range(2)
+    ]
+    options = SimpleNamespace(config=ZipcclConfig(enabled=True, **AUTO, zero3_base=base), role="zero_param")
+    request = SimpleNamespace(
+        op="all_gather_into_tensor", tensor=torch.empty(0, device=f"cuda:{rank}"), group=None, options=options, agreed=agreed,
+        sum=SimpleNamespace(op=None), numel=2 << 20, nbytes=lambda: 8 << 20,
+    )  # fmt: skip
+    return engine.passes_now(request)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("based", "base", "reason"),
+    [
+        (2, "auto", None),
+        (1, "auto", PassReason.BREAK_EVEN),
+        (0, "auto", PassReason.BREAK_EVEN),
+        (2, "host", PassReason.BREAK_EVEN),
+    ],
+)
+def test_small_gathers_copy_their_bases(
+    route: CudaBackend, monkeypatch: pytest.MonkeyPatch, based: int, base: str, reason: PassReason | None
+) -> None:
+    """Too small for coding; auto has bases of parameters alone that do not change."""
+    with_profile(monkeypatch, DeviceProfile(network=12e9))
+    assert world.run(may_copy, 2, based, base, route=route).values == [reason] * 2
 
 
 @pytest.mark.parametrize("codec", [1e12, 1e9], ids=["fast", "slow"])

@@ -15,7 +15,7 @@ from ds_zipccl.cli.planning import speeds
 from ds_zipccl.cli.planning.operations import CHANGED, CODED, COPIED, EXPONENTS, LOSSY, PLAIN, StepTraffic
 from ds_zipccl.cli.planning.speeds import DeviceCodec, Network, behind
 from ds_zipccl.ops import TRAFFIC
-from ds_zipccl.policy import cost_model
+from ds_zipccl.policy import base_copies, cost_model
 from ds_zipccl.policy.cost_model import GATHER, SUM, DeviceProfile, LinkProfile, Topology, lossy_size
 
 Row = dict[str, Any]
@@ -219,7 +219,7 @@ class DeviceSchedules:
 
     def lines(self) -> list[StepTraffic]:
         found = step.traffic(self.args, self.buckets)
-        if self.args.zero3_base == "auto" and not cost_model.host_bases_gain(self.topology, self.profile):
+        if self.args.zero3_base == "auto" and not base_copies.gain(self.topology, self.profile):
             return [replace(line, coding=EXPONENTS) if line.coding == COPIED else line for line in found]
         return found
 
@@ -290,13 +290,13 @@ class DeviceSchedules:
 
     def _copied(self, nbytes: float) -> float:
         """Seconds in which unchanged words come from their base."""
-        return nbytes / (COPY if self.args.zero3_base == "device" else cost_model.HOST_BUS)
+        return nbytes / (COPY if self.args.zero3_base == "device" else self.profile.bus)
 
     def _copies(self, nbytes: float) -> float:
         """Seconds of the copies out of the base of ZeRO-3 and back. ZeRO-1 and ZeRO-2 gather onto the base itself."""
         if self.args.zero3_base == "host":
             # read by every rank, read for the proof and written by the ranks of a node together
-            return nbytes / cost_model.HOST_BUS * (1 + 2 / self.topology.each)
+            return nbytes / self.profile.bus * (1 + 2 / self.topology.each)
         return 2 * nbytes / COPY if self.args.zero == 3 else 0.0
 
     def _job(self, line: StepTraffic, op: str, nbytes: float) -> tuple[float, float]:

@@ -105,6 +105,7 @@ def measure(group: dist.ProcessGroup, config: ZipcclConfig, device: torch.device
         "hop": cost_model.hop_of(gathers, topology),
         "encode": cost_model.slope(_points(ctx, CODED_BYTES, partial(_coding, stage=Stage.ENCODE))),
         "decode": cost_model.slope(_points(ctx, CODED_BYTES, partial(_coding, stage=Stage.DECODE))),
+        "bus": cost_model.slope(_points(ctx, SIZES, _from_host)),
         "agreement": _median(ctx, _spans(torch.device("cpu"), partial(agree, ctx, []))),
     }
     if max(map(len, nodes)) > 1:
@@ -149,6 +150,18 @@ def _gathering(ctx: DeviceContext, nbytes: int) -> Iterator[Work]:
     with ctx.streams.staging(part * ctx.size, ctx.budget) as whole:
         own = whole[ctx.rank * part : (ctx.rank + 1) * part]
         yield Stage.WIRE, lambda: ctx.transport.all_gather(whole, own)
+
+
+@contextmanager
+def _from_host(ctx: DeviceContext, nbytes: int) -> Iterator[Work]:
+    """Give a copy of host memory to the device."""
+    words = tensors.pinned(nbytes)
+    with ctx.streams.staging(nbytes, ctx.budget) as memory:
+        yield Stage.ENCODE, partial(_copy, memory, words)
+
+
+def _copy(place: torch.Tensor, words: torch.Tensor) -> None:
+    place.copy_(words, non_blocking=True)
 
 
 @contextmanager

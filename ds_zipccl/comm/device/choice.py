@@ -35,7 +35,7 @@ from ds_zipccl.comm.request import Request
 from ds_zipccl.comm.topology import tell
 from ds_zipccl.config import ROLES, ConfigError, ZipcclConfig
 from ds_zipccl.ops import OPS
-from ds_zipccl.policy import cost_model, trial
+from ds_zipccl.policy import base_copies, cost_model, trial
 from ds_zipccl.policy.admission import PassReason
 from ds_zipccl.policy.cost_model import DeviceProfile, Topology
 from ds_zipccl.telemetry import counters
@@ -136,11 +136,12 @@ def _sums(config: ZipcclConfig, topology: Topology, profile: DeviceProfile | Non
 @dataclass(frozen=True)
 class Rule:
     """The static rule of a group's moves: why they pass, None if they may be coded; the least bytes of a coded gather, without a wait of
-    the host and with one; and whether copies of bases in host memory are faster than coded gathers."""
+    the host and with one; whether copies of bases in host memory are faster than coded gathers; and the least bytes of such a copy."""
 
     reason: PassReason | None
     least: tuple[float, float]
     host_bases: bool = True
+    least_copy: float = 0.0
 
 
 def rule_of(topology: Topology, profile: DeviceProfile | None, one_queue: bool = False) -> Rule:
@@ -154,7 +155,9 @@ def rule_of(topology: Topology, profile: DeviceProfile | None, one_queue: bool =
     if not cost_model.moves_may_gain(topology, profile):
         return Rule(PassReason.NETWORK_IS_FASTER, (0.0, 0.0))
     without, with_one = (cost_model.least_bytes(topology, profile, waits=waits) for waits in (0, 1))
-    return Rule(None, (without, with_one), cost_model.host_bases_gain(topology, profile))
+    return Rule(
+        None, (without, with_one), base_copies.gain(topology, profile), base_copies.least_bytes(topology, profile)
+    )
 
 
 class GroupChoice:
@@ -184,19 +187,28 @@ def lacks_memory() -> bool:
 
 
 def reason_to_pass(
-    op: str, role: str, nbytes: int | None, config: ZipcclConfig, group: dist.ProcessGroup, device: str
+    op: str,
+    role: str,
+    nbytes: int | None,
+    config: ZipcclConfig,
+    group: dist.ProcessGroup,
+    device: str,
+    *,
+    copies: bool = False,
 ) -> PassReason | None:
     """Return why a move passes now, None if it is coded. All ranks ask at the same place of the program, and get the same answer.
 
     Args:
         nbytes: of the whole message; None where ranks may see different sizes.
+        copies: most of the gather comes from bases of unchanged parameters.
     """
     rule = _rule(group, device) if config.mode_of(role) == "auto" else None
     if rule is not None:
         if rule.reason is not None:
             return rule.reason
         waits = 0 if role == "zero_param" else 1  # ZeRO-3 agrees on sizes ahead; ZeRO-1 and ZeRO-2 gather large buckets
-        if nbytes is not None and OPS[op].traffic == "all_gather" and nbytes < rule.least[waits]:
+        least = rule.least_copy if copies else rule.least[waits]
+        if nbytes is not None and OPS[op].traffic == "all_gather" and nbytes < least:
             return PassReason.BREAK_EVEN
     job = _of_job()
     if config.nccl == "auto":

@@ -45,7 +45,9 @@ def passes_now(request: Request) -> PassReason | None:
         return PassReason.CAPTURED
     if request.sum.op is None:
         nbytes = None if request.numel is None else request.nbytes()
-        reason = reason_to_pass(request.op, role, nbytes, config, group, device.type)
+        based = sum(one.numel for one in request.agreed if one.slot()) if config.zero3_base == "auto" else 0
+        copies = 2 * based > sum(one.numel for one in request.agreed)  # auto has bases of frozen parameters alone
+        reason = reason_to_pass(request.op, role, nbytes, config, group, device.type, copies=copies)
         if reason is not None:
             return reason
     chosen = OPS[request.op].traffic == "all_to_all" and config.mode_of(role) == "auto"
