@@ -16,6 +16,7 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -287,15 +288,24 @@ def first_steps(it: Rank) -> None:
 
 
 def timeline(it: Rank) -> None:
-    """What the device does in a plain gather and in a coded one of 8 MiB a rank: name, stream, begin and duration in microseconds."""
-    own = it.words(4 << 20, it.rank, 22)
+    """What the device does in a plain gather, in a coded one, and in one that copies a base in host memory, of 8 MiB a rank: name, stream,
+    begin and duration in microseconds; and the host's microseconds."""
+    own = it.words(where.HERE.size(4 << 20), it.rank, 22)
     whole = own.new_empty(it.ranks * own.numel())
-    for name, call in (("plain", dist.all_gather_into_tensor), ("coded", _ours)):
-        call(whole, own)
+    frozen = comm.Agreed("frozen", own.numel())
+    (base,) = comm.allocate_bases([(own.numel(), own.dtype)], "host", dist.group.WORLD, it.device)
+    frozen.hold(base)
+    copied = partial(comm.all_gather_into_tensor, agreed=[frozen], config=CODED)
+    for name, call in (("plain", dist.all_gather_into_tensor), ("coded", _ours), ("copied", copied)):
+        for _ in range(2):  # a base is filled, then copied
+            call(whole, own)
         it.finish()
         with torch.profiler.profile() as seen:
+            start = time.perf_counter()
             call(whole, own)
+            it.figures[f"host_us_{name}"] = round(1e6 * (time.perf_counter() - start))
             it.finish()
+        equal(whole, torch.cat([it.words(own.numel(), rank, 22) for rank in range(it.ranks)]))
         work = sorted((e.time_range.start, e) for e in seen.events() if e.device_type == torch.autograd.DeviceType.CUDA)
         it.figures[f"timeline_{name}"] = [
             (e.name[:60], e.device_resource_id, round(start - work[0][0]), round(e.time_range.elapsed_us()))
