@@ -47,7 +47,7 @@ from ds_zipccl.benchmarks.links import link, namespaces
 from ds_zipccl.benchmarks.train import doctor_check
 from ds_zipccl.cli import ToolError, doctor_ranks, tables
 from ds_zipccl.cli.doctor_ranks import AgreedError, Ranks
-from ds_zipccl.cli.planning import user_job
+from ds_zipccl.cli.planning import model, user_job
 from ds_zipccl.cli.planning.operations import TOTAL
 from ds_zipccl.cli.planning.user_job import UserJob
 from ds_zipccl.cli.report import proofs
@@ -72,8 +72,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of ``doctor``."""
     option = parser.add_argument
     option("--ds-config", metavar="FILE", help="the DeepSpeed config of the job (none: link, codec and hooks alone)")
-    option("--params", type=tables.count(1e15), metavar="P", help="parameters of the model, such as 7e9")
-    option("--trainable", **tables.TRAINABLE)
+    model.add_arguments(parser)
     option(
         "--step-ms", type=tables.positive, metavar="MS", help="milliseconds of a step without communication, measured"
     )
@@ -103,13 +102,12 @@ def main(args: argparse.Namespace) -> int:
 
 
 def _check(args: argparse.Namespace) -> None:
-    if args.step_ms is not None and args.params is None:
+    sized = args.params or args.model
+    if args.step_ms is not None and not sized:
         raise ToolError("--step-ms is for predictions: name --params too, the number of parameters of the model")
-    if args.trainable is not None and not args.trainable <= (args.params or 0):
-        got = f"{args.trainable:g} of {args.params}"
-        raise ToolError(f"--trainable is a part of --params: wanted is at most that, got {got}")
-    if args.params is not None and args.ds_config is None:
-        raise ToolError("--params is for predictions: name --ds-config too, the DeepSpeed config of the job")
+    if sized and args.ds_config is None:
+        option = "--params" if args.params else "--model"
+        raise ToolError(f"{option} is for predictions: name --ds-config too, the DeepSpeed config of the job")
     if args.ranks < 2:
         raise ToolError(f"--ranks must be at least 2, got {args.ranks}: one rank sends nothing")
     if len(args.link) != 1:
@@ -118,8 +116,7 @@ def _check(args: argparse.Namespace) -> None:
 
 
 def _start_ranks(args: argparse.Namespace) -> int:
-    if args.ds_config is not None:
-        user_job.read(args.ds_config)  # a wrong config is told before processes start
+    _read(args)  # a wrong file is told before processes start
     tables.complain(f"# no launcher: starting {args.ranks} ranks on this machine, {link.name(args.link[0])}")
     words = shlex.split(args.command)[len(shlex.split("python -m ds_zipccl")) :]
     with namespaces.joined(args.link[0], args.ranks, args.nodes) as network:
@@ -131,9 +128,8 @@ def _take_part(args: argparse.Namespace) -> int:
     first = os.environ["RANK"] == "0"
     if first:
         tables.complain(f"# waiting for {os.environ['WORLD_SIZE']} ranks, loading DeepSpeed")
-    config = args.ds_config
-    found = doctor_ranks.meet(lambda: "" if config is None else repr(user_job.read(config)), args.timeout)
-    job = None if config is None else user_job.read(config)
+    found = doctor_ranks.meet(lambda: repr(_read(args)[0] or ""), args.timeout)
+    job, args = _read(args)
     if first:
         tables.complain("# measuring link and codec")
     settled = _settle(job, found) if found.streams else None
@@ -177,6 +173,11 @@ def _take_part(args: argparse.Namespace) -> int:
     if args.json:
         tables.write_json(args.json, rows, args.command, **more)
     return int(bool(missing))
+
+
+def _read(args: argparse.Namespace) -> tuple[UserJob | None, argparse.Namespace]:
+    """Return the job, None without a config, and the options with the sizes of the model's files."""
+    return user_job.read(args.ds_config) if args.ds_config else None, model.fill(args)
 
 
 def _settle(job: UserJob | None, found: Ranks) -> Settled | None:
@@ -233,6 +234,8 @@ def _predict(
         )
     for note in notes:
         tables.say(f"       {note}")
+    if args.about:
+        tables.say(f"model: {args.about}")
     reason = "no --params" if args.params is None else job_plan.unpredicted(job, device, backend, settled)
     if reason:
         tables.say(f"expected: not predicted: {reason}")

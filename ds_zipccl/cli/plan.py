@@ -1,6 +1,10 @@
 """``plan``: predicted time of the communication of a training step, plain and compressed, before any machine is rented.
 
     plan --params 7e9 --trainable 20e6 --gpus 16 --gpus-per-node 8 --network 10gbit-tcp/node
+    plan --ds-config ds_config.json --model config.json --adapter adapter_config.json --gpus 16 --network 10gbit-tcp/node
+
+--ds-config, --model and --adapter read the files of a job; a config of transformers or peft tells the parameters without these packages.
+The computing of --tflops is that of the parameters that a token uses. An option on the command line precedes the value of a file.
 
 The answer is the last line: seconds of communication of a plain step, with the default config, and with the keys that gain more.
 
@@ -85,7 +89,7 @@ from ds_zipccl.benchmarks.codec import lossy as lossy_trial
 from ds_zipccl.benchmarks.comm import validate
 from ds_zipccl.benchmarks.links import link
 from ds_zipccl.cli import ToolError, tables
-from ds_zipccl.cli.planning import operations, rows, speeds
+from ds_zipccl.cli.planning import model, operations, rows, speeds, user_job
 from ds_zipccl.cli.planning.operations import CHANGED, COPIED, LOSSY
 from ds_zipccl.cli.planning.schedules import OWNERS, Coding, DeviceSchedules, HostSchedules, about_lossy, codings
 from ds_zipccl.cli.tables import Column
@@ -113,11 +117,12 @@ _ABOUT = {
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of ``plan``."""
     option = parser.add_argument
-    option("--params", type=tables.count(1e15), metavar="P", help="parameters of the model, such as 70e9")
+    config = "DeepSpeed config of the job, for the options from --zero on; options on the command line precede it"
+    option("--ds-config", metavar="FILE", help=config)
+    model.add_arguments(parser)
     option("--zero", type=int, choices=(1, 2, 3), default=3, help="ZeRO stage (3)")
     option("--gpus", type=tables.count(1e7), metavar="N", help="number of GPUs")
     option("--gpus-per-node", type=tables.count(1e4), default=8, metavar="N", help="GPUs per node (8)")
-    option("--trainable", **tables.TRAINABLE)
     option("--backend", choices=("nccl", "gloo"), default="nccl", help="backend of the groups: gloo on CPUs (nccl)")
     option(
         "--network", nargs="*", type=speeds.network, metavar="NET",
@@ -168,6 +173,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="compare the model of whole steps with published runs; of other options only --json counts",
     )
     validate.add_arguments(parser)
+    parser.set_defaults(buckets=operations.Buckets())
 
 
 class _Groups(NamedTuple):
@@ -184,6 +190,7 @@ def main(args: argparse.Namespace) -> int:
         return validate.main(args)
     if args.clusters:
         return clusters.main(args)
+    args = _with_files(args)
     _check(args)
     nccl = args.backend == "nccl"
     work = rows.computing(args) if nccl else None
@@ -209,6 +216,26 @@ def main(args: argparse.Namespace) -> int:
     if args.json:
         tables.write_json(args.json, planned, args.command, **more)
     return 0
+
+
+def _with_files(args: argparse.Namespace) -> argparse.Namespace:
+    """Print the job and the model that files describe, and return the options with their values."""
+    known: dict[str, Any] = {}
+    if args.ds_config:
+        from ds_zipccl.cli.planning import job as job_plan  # imports torch, which `plan --help` does not need
+
+        job = user_job.read(args.ds_config)
+        if reason := job_plan.unpredicted(job, "cpu", "gloo"):
+            raise ToolError(f"{args.ds_config}: {reason}")
+        known = job.options() | ({"gradients": None} if args.backend == "nccl" else {})
+    args = model.fill(args, **known)
+    if args.about:
+        tables.say(f"model: {args.about}")
+    if args.ds_config:
+        tables.say(f"job:   {args.ds_config}: ZeRO-{args.zero}, {args.dtype}, accumulation {args.accumulation}")
+        for note in job.notes:
+            tables.say(f"       {note}")
+    return args
 
 
 def _on_gloo(args: argparse.Namespace) -> _Groups:
@@ -292,7 +319,7 @@ def _scaling(
 
 def _check(args: argparse.Namespace) -> None:
     if args.params is None or args.gpus is None:
-        raise ToolError("wanted are --params and --gpus, or --validate, or --clusters")
+        raise ToolError("wanted are --gpus and --params or --model; or --validate, or --clusters")
     if args.link:
         rate = link.name(args.link[0]).partition(",")[0]
         raise ToolError(
@@ -309,8 +336,6 @@ def _check(args: argparse.Namespace) -> None:
         )
     elif args.gradients is not None:
         raise ToolError("--gradients is for --backend gloo: NCCL groups pass lossy roles exact")
-    if args.trainable is not None and args.trainable > args.params:
-        raise ToolError(f"--trainable must be at most --params, got {args.trainable:,} of {args.params:,}")
     if args.gpus_per_node < 1 or args.gpus % args.gpus_per_node or args.gpus < 2 * args.gpus_per_node:
         got = f"{args.gpus} GPUs, {args.gpus_per_node} a node"
         raise ToolError(

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from ds_zipccl.cli import ToolError, tables
+from ds_zipccl.cli import ToolError
 from ds_zipccl.telemetry import counters
 
 #: Role of the exchanges that have kinds.
@@ -94,8 +94,6 @@ def _sent(role: str, counts: Any) -> tuple[int, int, int]:
     """Logical, wire and passed bytes of a role or a kind."""
     if not isinstance(counts, dict):
         raise _Malformed(f'"{role}" is {_short(counts)}, wanted an object with {", ".join(_BYTES)}')
-    if tables.OLD_BYTES in counts:
-        raise _Malformed(f'"{role}" has "{tables.OLD_BYTES}": {tables.OLD_NAMES[tables.OLD_BYTES]}')
     logical, wire, passed = (_count(counts, key) for key in _BYTES)
     ratio = counters.ratio(logical, wire, passed)
     if counts.get("ratio") != ratio:

@@ -24,12 +24,6 @@ T = TypeVar("T")
 
 #: Packages on whose versions figures depend.
 PACKAGES = ("torch", "deepspeed", "numpy", "numba", "safetensors")
-OLD_BYTES = "raw_bytes"
-#: Keys that files of earlier versions have -> remedy.
-OLD_NAMES = {
-    OLD_BYTES: 'an earlier version wrote this file; the key is now "logical_bytes": rename it in the file, or measure again',
-    "mode": 'an earlier version wrote this file; the key is now "workload": rename it in the file, or measure again',
-}
 
 
 @dataclass(frozen=True)
@@ -163,14 +157,6 @@ def count(most: float) -> Callable[[str], int]:
     return parsed
 
 
-#: The option ``--trainable`` of ``plan`` and ``doctor``.
-TRAINABLE: dict[str, Any] = {
-    "type": count(1e15),
-    "metavar": "P",
-    "help": "parameters that are trained, such as 20e6 with LoRA (all)",
-}
-
-
 def check_outputs(args: argparse.Namespace) -> None:
     """Check the files that a command is to write, ``--json`` and ``--plot``, before it measures. Existing files stay as they are.
 
@@ -213,7 +199,7 @@ def read_json(path: str) -> dict[str, Any]:
     """Content of a results file.
 
     Raises:
-        ToolError: the file cannot be read, is not a JSON object, or has keys of an earlier version in its rows.
+        ToolError: the file cannot be read, or is not a JSON object.
     """
     try:
         content = json.loads(Path(path).read_text())
@@ -221,8 +207,4 @@ def read_json(path: str) -> dict[str, Any]:
         raise ToolError(f"cannot read {path}: {error}") from error
     if not isinstance(content, dict):
         raise ToolError(f"cannot use {path}: it holds a {type(content).__name__}, wanted is a JSON object")
-    rows = content.get("rows")
-    keys = {key for row in rows if isinstance(row, dict) for key in row} if isinstance(rows, list) else set()
-    for old in sorted(keys & set(OLD_NAMES)):
-        raise ToolError(f'cannot use {path}: its rows have "{old}": {OLD_NAMES[old]}')
     return content

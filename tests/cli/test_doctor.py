@@ -153,10 +153,8 @@ def test_zero3_keeps_parameters_for_the_backward_pass(
     changes = {"zipccl": {"enabled": True, "zero3_base": base}, "gradient_accumulation_steps": 1}
     changes["zero_optimization"] = {"stage": 3} | {f"stage3_{key}": value for key, value in zero.items()}
     job = user_job.read(written(tmp_path, **changes))
-    args = argparse.Namespace(
-        params=11_615_680, trainable=None, zero=3, accumulation=1, gradients=None, zero3_base=base, delta="auto", dtype="bfloat16"
-    )  # fmt: skip
-    moved = sum(line.part * line.times for line in step_plan.traffic(args, job.buckets))
+    args = argparse.Namespace(**job.options(), params=11_615_680, trainable=None)
+    moved = sum(line.part * line.times for line in step_plan.traffic(args))
     assert moved == pytest.approx(volume, abs=2e-4)
     predicted = job_plan.predict(job, args.params, 2, FAST, NORMAL)
     spent = sum(row["plain_ms"] for row in predicted if row["what"].startswith("parameters"))

@@ -99,7 +99,7 @@ def predict(
         ToolError: the lossy codec of gradients sends more than no codec.
     """
     args = _options(job, params, ranks, found, trainable)
-    groups = HostSchedules(args, {}, "gloo", job.buckets)
+    groups = HostSchedules(args, {}, "gloo")
     lines = groups.lines()
     wanted = {line.coding for line in lines}
     groups = replace(groups, codings=codings(args, Coding(profile, found.values), wanted))
@@ -114,7 +114,7 @@ def predict_on_device(
     assert settled.profile is not None  # otherwise unpredicted() has a reason
     args = _options(job, params, settled.topology.ranks, found, trainable)
     vars(args).update(gpus_per_node=settled.topology.each, ratio=found.values)
-    groups = DeviceSchedules(args, settled.profile, settled=settled.sums, buckets=job.buckets)
+    groups = DeviceSchedules(args, settled.profile, settled=settled.sums)
     planned = []
     for line in groups.lines():
         gradients, chosen = line.what == GRADIENTS, groups.chosen(line)
@@ -147,24 +147,9 @@ def _with_total(planned: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def _options(job: UserJob, params: int, ranks: int, found: Ratios, trainable: int | None) -> argparse.Namespace:
     """Return the options of ``plan`` that stand for a job."""
-    config = job.config
-    return argparse.Namespace(
-        params=params,
-        trainable=trainable,
-        zero=job.stage,
-        gpus=ranks,
-        gpus_per_node=1,
-        dtype=job.dtype,
-        accumulation=job.accumulation,
-        owner_only=config.owner_only,
-        delta=config.delta,
-        zero3_base=config.zero3_base,
-        delta_ratio=found.differences,
-        round_robin=job.round_robin,
-        gradients=config.lossy_of("zero_grad"),
-        profile=None,
-        bucket=None,
-    )
+    here = {"params": params, "trainable": trainable, "gpus": ranks, "gpus_per_node": 1}
+    known = {"delta_ratio": found.differences, "profile": None, "bucket": None}
+    return argparse.Namespace(**here, **known, **job.options())
 
 
 def step_speedup(total: dict[str, Any], computing_ms: float) -> float:

@@ -74,10 +74,9 @@ def trained(args: argparse.Namespace) -> float:
     return 1.0 if args.trainable is None else float(args.trainable / args.params)
 
 
-def traffic(args: argparse.Namespace, buckets: Buckets | None = None) -> list[StepTraffic]:
-    """Return the lines of a step; gradients are coded lossily where ``args`` name a codec for them. ``buckets``: DeepSpeed's defaults if
-    None, with ``args.live`` elements kept."""
-    lines = [line for line in _traffic(args, buckets or Buckets(kept=args.live)) if line.part > 0]
+def traffic(args: argparse.Namespace) -> list[StepTraffic]:
+    """Return the lines of a step; gradients are coded lossily where ``args`` name a codec for them."""
+    lines = [line for line in _traffic(args, replace(args.buckets, kept=args.live)) if line.part > 0]
     coding = EXPONENTS if args.gradients is None else LOSSY
     return [replace(line, coding=coding) if line.what == GRADIENTS else line for line in lines]
 

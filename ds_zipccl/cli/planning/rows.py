@@ -206,7 +206,7 @@ def whole_steps(
 ) -> Iterator[dict[str, Any]]:
     """The totals of ``communication`` with the time of the whole step, columns as in ``plan --help``. ``communication``: the rows of
     ``args.gpus`` GPUs, plain ones first."""
-    busy = work.seconds(args.params, args.accumulation)
+    busy = work.seconds(args.active, args.accumulation)
     plain: dict[str, float] = {}
     for row in communication:
         if row["what"] == TOTAL:
@@ -217,7 +217,7 @@ def whole_steps(
                 "computing_ms": 1e3 * busy,
                 "step_ms": 1e3 * time.total,
                 "exposed": time.share,
-                "tflops": work.operations(args.params, args.accumulation) / time.total / 1e12,
+                "tflops": work.operations(args.active, args.accumulation) / time.total / 1e12,
                 "step_speedup": plain[row["network"]] / time.total,
             }
 

@@ -79,20 +79,18 @@ def _lossy_bits(args: argparse.Namespace, exponents: Coding) -> tuple[float, flo
 
 @dataclass(frozen=True)
 class HostSchedules:
-    """Schedules on gloo groups. ``plain``: that of torch, one of :data:`ds_zipccl.policy.cost_model.VARIANTS`. ``buckets``: DeepSpeed's
-    defaults if None."""
+    """Schedules on gloo groups. ``plain``: that of torch, one of :data:`ds_zipccl.policy.cost_model.VARIANTS`."""
 
     args: argparse.Namespace
     codings: dict[str, Coding]
     plain: str = PLAIN
-    buckets: step.Buckets | None = None
 
     @property
     def names(self) -> Row:
         return {}
 
     def lines(self) -> list[StepTraffic]:
-        return step.traffic(self.args, self.buckets)
+        return step.traffic(self.args)
 
     def chosen(self, line: StepTraffic) -> dict[str, Row]:
         """As mode "auto" chooses: the fastest schedule, and ``how`` names it. Copies and lossy lines are not chosen by times."""
@@ -184,13 +182,12 @@ _EVEN = 0.9
 @dataclass(frozen=True)
 class DeviceSchedules:
     """Schedules on NCCL groups with the speeds of ``profile``. ``network``: its name. ``settled``: the sums of a job; "": those that the
-    speeds choose. ``buckets``: DeepSpeed's defaults if None."""
+    speeds choose."""
 
     args: argparse.Namespace
     profile: DeviceProfile
     network: str = ""
     settled: str = ""
-    buckets: step.Buckets | None = None
 
     @classmethod
     def modelled(cls, args: argparse.Namespace, network: Network, codec: DeviceCodec) -> DeviceSchedules:
@@ -218,7 +215,7 @@ class DeviceSchedules:
         return cost_model.moves_may_gain(self.topology, self.profile)
 
     def lines(self) -> list[StepTraffic]:
-        found = step.traffic(self.args, self.buckets)
+        found = step.traffic(self.args)
         if self.args.zero3_base == "auto" and not cost_model.host_bases_gain(self.topology, self.profile):
             return [replace(line, coding=EXPONENTS) if line.coding == COPIED else line for line in found]
         return found

@@ -38,6 +38,40 @@ class UserJob:
     notes: tuple[str, ...]
     content: Mapping[str, Any] = field(default_factory=dict, repr=False)
 
+    def options(self) -> dict[str, Any]:
+        """Return the options of ``plan`` that stand for the job."""
+        config = self.config
+        return {
+            "zero": self.stage,
+            "dtype": self.dtype,
+            "accumulation": self.accumulation,
+            "owner_only": config.owner_only,
+            "delta": config.delta,
+            "zero3_base": config.zero3_base,
+            "round_robin": self.round_robin,
+            "gradients": config.lossy_of("zero_grad"),
+            "buckets": self.buckets,
+            "live": self.buckets.kept,
+        }
+
+
+def load(path: str, what: str) -> dict[str, Any]:
+    """Return the JSON object in the file at ``path``, which is ``what``.
+
+    Raises:
+        ToolError: the file cannot be read, or is no JSON object.
+    """
+    try:
+        content = json.loads(Path(path).read_text())
+    except OSError as error:
+        hint = "name the file that the job uses, on every node"
+        raise ToolError(f"cannot read {what} {path}: {error.strerror}; {hint}") from error
+    except ValueError as error:
+        raise ToolError(f"{path} is not JSON: {error}; correct the file") from error
+    if not isinstance(content, dict):
+        raise ToolError(f"{path} holds a {type(content).__name__}, wanted is an object: {what} of the job")
+    return content
+
 
 def read(path: str) -> UserJob:
     """Return the job of the DeepSpeed config at ``path``. ``DS_ZIPCCL`` precedes the section of the file, as in the job.
@@ -45,19 +79,8 @@ def read(path: str) -> UserJob:
     Raises:
         ToolError: the file cannot be read or is no JSON object, the section is invalid or misspelled, or a value is not possible.
     """
-    try:
-        content = json.loads(Path(path).read_text())
-    except OSError as error:
-        raise ToolError(
-            f"cannot read the DeepSpeed config {path}: {error.strerror}; name the file that the job uses, on every node"
-        ) from error
-    except ValueError as error:
-        raise ToolError(f"{path} is not JSON: {error}; correct the file") from error
-    if not isinstance(content, dict):
-        raise ToolError(
-            f"{path} holds a {type(content).__name__}, wanted is an object: the DeepSpeed config of the job"
-        )
-    reader = _Reader(path, [])
+    content = load(path, "the DeepSpeed config")
+    reader = Reader(path, [])
     config = _section(path, content, reader.notes)
     zero = reader.section(content, "zero_optimization")
     stage = reader.whole(zero, "stage", 0, least=0)
@@ -86,7 +109,7 @@ def read(path: str) -> UserJob:
     )
 
 
-def _kept(reader: _Reader, zero: Mapping[str, Any], prefetch: int) -> int:
+def _kept(reader: Reader, zero: Mapping[str, Any], prefetch: int) -> int:
     """Elements that ZeRO-3 keeps from the forward pass for the backward pass.
 
     The prefetcher of DeepSpeed's ``partitioned_param_coordinator`` runs ahead over the end of the forward pass, and keeps the parameters
@@ -118,11 +141,12 @@ def _section(path: str, content: Mapping[str, Any], notes: list[str]) -> ZipcclC
 
 
 @dataclass(frozen=True)
-class _Reader:
-    """Reads values of the config at ``path``, and notes those that are open."""
+class Reader:
+    """Reads values of the config at ``path``, and notes those that are open. ``remedy``: for a missing key."""
 
     path: str
     notes: list[str]
+    remedy: str = ""
 
     def section(self, content: Mapping[str, Any], key: str) -> Mapping[str, Any]:
         found = content.get(key) or {}
@@ -130,10 +154,12 @@ class _Reader:
             raise ToolError(f"{self.path}: {key} must be an object, got {found!r}")
         return found
 
-    def whole(self, content: Mapping[str, Any], key: str, default: int, least: int = 1) -> int:
-        """A whole number; 5e8 is one too."""
-        found = content.get(key, default)
-        if found == AUTO:
+    def whole(self, content: Mapping[str, Any], key: str, default: int | None = None, least: int = 1) -> int:
+        """A whole number; 5e8 is one too. Without a default the key must be there."""
+        found = default if content.get(key) is None else content[key]
+        if found is None:
+            raise ToolError(f'{self.path} has no key "{key}"; {self.remedy}')
+        if found == AUTO and default is not None:
             self.notes.append(
                 f'{key} is "{AUTO}": {default} taken, the default of DeepSpeed; the trainer may fill in another'
             )
