@@ -1,6 +1,6 @@
 """``doctor``: link, codec and hooks of a job on its real ranks, and the predicted gain for its DeepSpeed config. At most 30 s.
 
-    torchrun --nproc-per-node 2 -m ds_zipccl doctor --ds-config ds_config.json --params 1.3e9 --step-ms 420
+    torchrun --nproc-per-node 2 -m ds_zipccl doctor --ds-config ds_config.json --params 1.3e9 --step-ms 420 --explain
 
 Start the doctor by the launcher of the job, on all nodes: ``torchrun``, ``deepspeed --no_local_rank --module ds_zipccl doctor ...`` or
 ``accelerate launch -m ds_zipccl doctor ...``. Without a launcher it starts ``--ranks`` processes on this machine, joined by ``--link``.
@@ -81,6 +81,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     option("--ranks", type=int, default=2, metavar="N", help="processes on this machine, without a launcher (2)")
     link.add_arguments(parser)
     option("--timeout", type=tables.positive, default=30, metavar="S", help="seconds until the doctor gives up (30)")
+    option(
+        "--explain",
+        action="store_true",
+        help="tell the outcome in sentences too: coded, plain and why, gain, what to change",
+    )
     option("--json", metavar="FILE", help="write everything here too")
     doctor_check.add_arguments(parser)
 
@@ -158,18 +163,26 @@ def _take_part(args: argparse.Namespace) -> int:
     if missing:
         tables.say(f"       to do: {_remedy(found)}")
     more: dict[str, Any] = {
+        "backend": found.groups[1],
         "ranks": ranks,
         "nodes": found.nodes,
         "profile": profile.to_json() if profile else asdict(settled.profile) if settled and settled.profile else None,
         "kernels": proven,
         "hooks": [dict(report.hooks) for report in found.reports],
         "missing": missing,
+        "remedy": _remedy(found) if missing else "",
     }
     rows: list[dict[str, Any]] = []
     if job is not None:
         predicted = _predict(args, job, found, profile, settled)
         rows = predicted.pop("rows")
         more |= predicted
+    if args.explain:
+        from ds_zipccl.cli import explain  # imports torch, which `doctor --help` does not need
+
+        more["explained"] = list(explain.sentences(more | {"rows": rows}))
+        for sentence in ["", *more["explained"]]:
+            tables.say(sentence)
     if args.json:
         tables.write_json(args.json, rows, args.command, **more)
     return int(bool(missing))
@@ -225,9 +238,12 @@ def _predict(
 
     ranks = len(found.reports)
     device, backend = found.groups
-    tables.say(f"job:   ZeRO-{job.stage}, {job.dtype}: {coverage_here(job.config)}")
-    pipelined = bool(job.content.get("pipeline"))
-    notes = [*job.notes, *bypassed.lines(bypassed.Facts(job.content, device, backend, pipelined))]
+    covered, pipelined = coverage_here(job.config), bool(job.content.get("pipeline"))
+    tables.say(f"job:   ZeRO-{job.stage}, {job.dtype}: {covered}")
+    facts = bypassed.Facts(job.content, device, backend, pipelined)
+    features = [{"name": one.name, "cost": one.cost, "remedy": one.remedy} for one in bypassed.found(facts)]
+    known = {"covered": covered, "bypassed": features}
+    notes = [*job.notes, *bypassed.lines(facts)]
     if 1 < found.nodes < ranks and not found.streams:
         notes.append(
             f"{ranks} ranks share the links of {found.nodes} nodes: the prediction is that of one rank per node"
@@ -239,7 +255,7 @@ def _predict(
     reason = "no --params" if args.params is None else job_plan.unpredicted(job, device, backend, settled)
     if reason:
         tables.say(f"expected: not predicted: {reason}")
-        return {"rows": [], "notes": notes, "unpredicted": reason}
+        return known | {"rows": [], "notes": notes, "unpredicted": reason}
     ratios = job_plan.ratios(job.dtype, args.sample, args.delta_ratio)
     tables.say(f"ratio: {ratios.values:.3f}, {ratios.about}")
     if profile is not None:
@@ -256,7 +272,7 @@ def _predict(
         why = f"{shared}, where coding takes time from computing"
         notes.append(f"this does not hold here: {why}; it is for one rank per node")
         tables.say(f"       {notes[-1]}")
-    return {
+    return known | {
         "rows": rows,
         "notes": notes,
         "ratio": ratios.values,
