@@ -59,24 +59,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     option("file", metavar="FILE", help="safetensors or torch file; - for synthetic data (--data)")
     option("--data", nargs="+", type=data.spec, metavar="D", help="data sets for -, see below (normal)")
     option("--numel", type=data.numel, default=1 << 20, metavar="N", help="elements of synthetic data (1M)")
-    option(
-        "--dtype",
-        nargs="+",
-        type=data.dtype,
-        default=["bfloat16"],
-        metavar="T",
-        help="bf16 fp16 fp32 of synthetic data (bf16)",
-    )
+    kinds = "bf16 fp16 fp32 of synthetic data (bf16)"
+    option("--dtype", nargs="+", type=data.dtype, default=["bfloat16"], metavar="T", help=kinds)
     option("--block", type=int, choices=data.BLOCKS, default=1024, help="elements per block (1024)")
     option("--route", default="auto", metavar="R", help="kernels (auto: the first that works)")
-    option(
-        "--lossy",
-        nargs="+",
-        type=partial(lossy_trial.named, ()),
-        default=[],
-        metavar="CODEC",
-        help="lossy codecs to measure too, such as round:3 (names and settings as in bench codec) (none)",
-    )
+    about = "lossy codecs to measure too, such as round:3 (names and settings as in bench codec) (none)"
+    option("--lossy", nargs="+", type=partial(lossy_trial.named, ()), default=[], metavar="CODEC", help=about)
     option("--plot", metavar="PNG", help="draw the histogram of exponents (needs matplotlib)")
     option("--json", metavar="FILE", help="write the rows here too")
     parser.epilog = data.about()
@@ -147,21 +135,9 @@ def _row(name: str, tensor: torch.Tensor, block: int, route: str, drawing: Histo
     from ds_zipccl.benchmarks.exponents import MODES, Fields, block_tables, differing, exponents
 
     nbytes = tensor.numel() * tensor.element_size()
-    row: dict[str, Any] = {
-        "name": name,
-        "dtype": str(tensor.dtype).removeprefix("torch."),
-        "numel": tensor.numel(),
-        "zeros": None,
-        "entropy": None,
-        "block_entropy": None,
-        "bound": 1.0,
-        "ratio": 1.0,
-        "wrong": 0,
-        "logical_bytes": nbytes,
-        "bound_bytes": nbytes,
-        "frame_bytes": nbytes,
-        "modes": {},
-    }
+    row: dict[str, Any] = {"name": name, "dtype": str(tensor.dtype).removeprefix("torch."), "numel": tensor.numel()}
+    row |= dict.fromkeys(("zeros", "entropy", "block_entropy")) | {"bound": 1.0, "ratio": 1.0, "wrong": 0}
+    row |= dict.fromkeys(("logical_bytes", "bound_bytes", "frame_bytes"), nbytes) | {"modes": {}}
     if tensor.dtype not in codecs.CODED_DTYPES or tensor.layout != torch.strided or not tensor.numel():
         return row
     tensor = tensor.detach().contiguous()
@@ -185,21 +161,15 @@ def _row(name: str, tensor: torch.Tensor, block: int, route: str, drawing: Histo
 
 
 def _total(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    sums = {
-        key: sum(row[key] for row in rows) for key in ("numel", "wrong", "logical_bytes", "bound_bytes", "frame_bytes")
-    }
+    added = ("numel", "wrong", "logical_bytes", "bound_bytes", "frame_bytes")
+    sums = {key: sum(row[key] for row in rows) for key in added}
     modes = dict.fromkeys(mode for row in rows for mode in row["modes"])
     coded = [row for row in rows if row["entropy"] is not None]
     weight = sum(row["numel"] for row in coded)
-    means = {
-        key: sum(row[key] * row["numel"] for row in coded) / weight if weight else None
-        for key in ("zeros", "entropy", "block_entropy")
-    }
+    weighted = ("zeros", "entropy", "block_entropy")
+    means = {key: sum(row[key] * row["numel"] for row in coded) / weight if weight else None for key in weighted}
     return {
-        "name": "total",
-        "dtype": "",
-        **sums,
-        **means,
+        **{"name": "total", "dtype": "", **sums, **means},
         "modes": {mode: count for mode in modes if (count := sum(row["modes"].get(mode, 0) for row in rows))},
         "bound": sums["logical_bytes"] / sums["bound_bytes"] if sums["logical_bytes"] else 1.0,
         "ratio": sums["logical_bytes"] / sums["frame_bytes"] if sums["logical_bytes"] else 1.0,

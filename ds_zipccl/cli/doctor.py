@@ -73,19 +73,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     option = parser.add_argument
     option("--ds-config", metavar="FILE", help="the DeepSpeed config of the job (none: link, codec and hooks alone)")
     model.add_arguments(parser)
-    option(
-        "--step-ms", type=tables.positive, metavar="MS", help="milliseconds of a step without communication, measured"
-    )
+    about = "milliseconds of a step without communication, measured"
+    option("--step-ms", type=tables.positive, metavar="MS", help=about)
     option("--sample", metavar="FILE", help="safetensors or torch file of tensors like the job's (normal values)")
     option("--delta-ratio", type=tables.positive, metavar="R", help="ratio of differences of parameters (4)")
     option("--ranks", type=int, default=2, metavar="N", help="processes on this machine, without a launcher (2)")
     link.add_arguments(parser)
     option("--timeout", type=tables.positive, default=30, metavar="S", help="seconds until the doctor gives up (30)")
-    option(
-        "--explain",
-        action="store_true",
-        help="tell the outcome in sentences too: coded, plain and why, gain, what to change",
-    )
+    about = "the outcome in sentences too: coded, plain and why, gain, what to change"
+    option("--explain", action="store_true", help=about)
     option("--json", metavar="FILE", help="write everything here too")
     doctor_check.add_arguments(parser)
 
@@ -245,9 +241,7 @@ def _predict(
     known = {"covered": covered, "bypassed": features}
     notes = [*job.notes, *bypassed.lines(facts)]
     if 1 < found.nodes < ranks and not found.streams:
-        notes.append(
-            f"{ranks} ranks share the links of {found.nodes} nodes: the prediction is that of one rank per node"
-        )
+        notes.append(f"{ranks} ranks share the links of {found.nodes} nodes: the prediction is of one rank per node")
     for note in notes:
         tables.say(f"       {note}")
     if args.about:

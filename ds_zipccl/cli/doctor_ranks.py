@@ -199,9 +199,8 @@ def meet(check: Callable[[], str], patience: float) -> Ranks:
         store.set_timeout(wait)
         hooks = hooks_found()
         groups = " ".join(start_line.device_here()) if importlib.util.find_spec(DEEPSPEED) else "cpu gloo"
-        mine = RankReport(
-            socket.gethostname(), _printable(error), hashlib.sha256(text.encode()).hexdigest(), groups, hooks
-        )
+        digest = hashlib.sha256(text.encode()).hexdigest()
+        mine = RankReport(socket.gethostname(), _printable(error), digest, groups, hooks)
         keys = [f"ds_zipccl/doctor/{peer}" for peer in range(ranks)]
         store.set(keys[rank], mine.to_bytes())
         reports = tuple(RankReport.from_bytes(peer, store.get(key)) for peer, key in enumerate(keys))

@@ -195,11 +195,8 @@ def routes(only: str | None = None) -> Mapping[str, str]:
     """Whether each route works here; ``only``: the routes of that name."""
     from ds_zipccl import kernels
 
-    found = {
-        f"{device} {name}": reason or USABLE
-        for device in kernels.ROUTES
-        for name, reason in kernels.why(device, only).items()
-    }
+    tried = ((device, *pair) for device in kernels.ROUTES for pair in kernels.why(device, only).items())
+    found = {f"{device} {name}": reason or USABLE for device, name, reason in tried}
     if only == "cupy" and "cuda" not in _devices():
         found["cuda cupy"] = _told(_compiled)
     return found
@@ -219,10 +216,8 @@ def _compiled() -> str:
 def builders() -> Mapping[str, str]:
     from ds_zipccl.op_builder.zipccl import BUILDERS
 
-    return {
-        name: "compatible" if builder().is_compatible(verbose=False) else "not compatible"
-        for name, builder in BUILDERS.items()
-    }
+    fits = {name: builder().is_compatible(verbose=False) for name, builder in BUILDERS.items()}
+    return {name: "compatible" if fit else "not compatible" for name, fit in fits.items()}
 
 
 def activation() -> Mapping[str, str]:

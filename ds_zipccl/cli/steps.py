@@ -46,9 +46,8 @@ def main(args: argparse.Namespace) -> int:
     columns = (Column("file", width=max(map(len, logs))), Column("role", width=15), Column("steps", ",d", 7))
     every = (row for path, steps in logs.items() for row in rows(path, steps))
     found = tables.show((*columns, *tables.alike(_RATIOS, ".3f", 7)), every)
-    reasons = {
-        path: dict(sum((Counter(step.differences) for step in steps), Counter())) for path, steps in logs.items()
-    }
+    counted = {path: (Counter(step.differences) for step in steps) for path, steps in logs.items()}
+    reasons = {path: dict(sum(counts, Counter())) for path, counts in counted.items()}
     for path, counts in reasons.items():
         if counts:
             tables.say(f"{path}, shards: " + ", ".join(f"{reason} {count}" for reason, count in sorted(counts.items())))

@@ -54,6 +54,12 @@ def alike(keys: str, style: str, width: int = 0) -> tuple[Column, ...]:
     return tuple(Column(key, style, width) for key in keys.split())
 
 
+def aligned(columns: Sequence[Column], row: Mapping[str, Any] | None = None) -> str:
+    """Return the line of a row, without one the line of the heads. Keys without a column are left out. None and {} show as "-"."""
+    cells = (column.align(column.head if row is None else column.text(row[column.key])) for column in columns)
+    return " ".join(cells).rstrip()
+
+
 class Table:
     """A table that prints each row at once; the widths of its columns are therefore fixed in advance."""
 
@@ -62,11 +68,11 @@ class Table:
         self._begun = False
 
     def add(self, row: Mapping[str, Any]) -> None:
-        """Print ``row``. Keys without a column are left out. None and an empty dict show as "-"."""
+        """Print ``row``, see :func:`aligned`."""
         if not self._begun:
             self._begun = True
-            say(" ".join(column.align(column.head) for column in self._columns).rstrip())
-        say(" ".join(column.align(column.text(row[column.key])) for column in self._columns).rstrip())
+            say(aligned(self._columns))
+        say(aligned(self._columns, row))
 
 
 def show(columns: Sequence[Column], rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -195,8 +201,8 @@ def write_json(path: str, rows: Sequence[Mapping[str, Any]], command: str, **mor
         raise ToolError(f"cannot write {path}: {error.strerror}") from error
 
 
-def read_json(path: str) -> dict[str, Any]:
-    """Content of a results file.
+def read_json(path: str, what: str = "") -> dict[str, Any]:
+    """Content of a JSON file. ``what``: it is, followed by a space.
 
     Raises:
         ToolError: the file cannot be read, or is not a JSON object.
@@ -204,7 +210,7 @@ def read_json(path: str) -> dict[str, Any]:
     try:
         content = json.loads(Path(path).read_text())
     except (OSError, ValueError) as error:
-        raise ToolError(f"cannot read {path}: {error}") from error
+        raise ToolError(f"cannot read {what}{path}: {getattr(error, 'strerror', None) or error}") from error
     if not isinstance(content, dict):
-        raise ToolError(f"cannot use {path}: it holds a {type(content).__name__}, wanted is a JSON object")
+        raise ToolError(f"cannot use {what}{path}: it holds a {type(content).__name__}, wanted is a JSON object")
     return content

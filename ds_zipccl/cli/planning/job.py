@@ -57,9 +57,7 @@ def ratios(dtype: str, sample: str | None, delta_ratio: float | None) -> Ratios:
         if logical >= SAMPLE_BYTES - 8:
             break
     if not logical:
-        raise ToolError(
-            f"{sample} holds no tensor of {dtype}, the dtype of the job: name weights or gradients as they are sent"
-        )
+        raise ToolError(f"{sample} holds no tensor of {dtype}, the dtype of the job: name tensors as they are sent")
     return Ratios(logical / wire, delta_ratio, f"{sample}: {logical / 1e6:.1f} MB of {dtype}; {about}")
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ds_zipccl.cli import ToolError, tables
-from ds_zipccl.cli.planning.user_job import Reader, load
+from ds_zipccl.cli.planning.user_job import Reader
 
 FILE, ADAPTER = "config.json", "adapter_config.json"
 #: Keys of an adapter whose effect on its size is not known here.
@@ -121,7 +121,7 @@ def read(path: str) -> Model:
         ToolError: the file cannot be read, is of no known family, or lacks a key.
     """
     file, remedy = str(_file(path, FILE)), "give --params in place of --model"
-    content = load(file, "the config of the model")
+    content = tables.read_json(file, "the config of the model ")
     kind = content.get("model_type")
     if kind not in FAMILIES:
         raise ToolError(f'{file}: "model_type" is {kind!r}, known are {", ".join(FAMILIES)}; {remedy}')
@@ -194,7 +194,7 @@ def adapter(path: str, model: Model) -> tuple[int, str]:
         ToolError: the file cannot be read, is not of LoRA, or its size is not known here.
     """
     file, remedy = str(_file(path, ADAPTER)), "give --trainable in place of --adapter"
-    content = load(file, "the config of the adapter")
+    content = tables.read_json(file, "the config of the adapter ")
     rank = Reader(file, [], remedy).whole(content, "r")
     targets, everything = content.get("target_modules") or (), model.sizes()
     outer = dict.fromkeys(model.outer, (model.hidden, model.vocabulary))

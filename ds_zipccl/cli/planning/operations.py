@@ -117,9 +117,8 @@ def base_memory(args: argparse.Namespace) -> Iterator[str]:
     told = {"host": f"takes {size} of every node", "device": f"takes {size} of every GPU"}
     told["auto"] = "keeps frozen parameters; all are trained here, see --trainable"
     if frozen:
-        told["auto"] = (
-            f"keeps {frozen:.4g} frozen parameters: {size} of every node, at most a quarter of its free memory"
-        )
+        most = "at most a quarter of its free memory"
+        told["auto"] = f"keeps {frozen:.4g} frozen parameters: {size} of every node, {most}"
     yield f"memory: zero3_base {args.zero3_base} {told[args.zero3_base]}"
 
 

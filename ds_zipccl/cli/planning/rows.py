@@ -59,9 +59,8 @@ def answer(where: str, found: Schedules) -> str:
     for options in (args, based) if based else (args,):
         ms = totals(options)[CODED]
         chosen = {"nccl": "on"} if nccl else {}
-        chosen |= {
-            key: getattr(options, key) for key, (usual, *_) in SWITCHES.items() if getattr(options, key) != usual
-        }
+        switches = {key: (getattr(options, key), usual) for key, (usual, *_) in SWITCHES.items()}
+        chosen |= {key: value for key, (value, usual) in switches.items() if value != usual}
         keys = [f'"{key}": "{value}"' for key, value in chosen.items()]
         keys += [f"gradients by {args.gradients}"] if args.gradients is not None else []
         if keys and (options is args or best > WORTH * ms):

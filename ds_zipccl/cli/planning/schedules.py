@@ -71,9 +71,8 @@ def _lossy_bits(args: argparse.Namespace, exponents: Coding) -> tuple[float, flo
     lossless = 8 * step.ITEMSIZE[args.dtype] / exponents.ratio
     found = lossy_size(args.gradients, args.dtype, lossless)
     if found.bits >= lossless:
-        raise ToolError(
-            f"{args.gradients} takes {found.bits:.2f} bits per value, without loss it is {lossless:.2f}: leave --gradients out"
-        )
+        bits = f"{found.bits:.2f} bits per value, without loss it is {lossless:.2f}"
+        raise ToolError(f"{args.gradients} takes {bits}: leave --gradients out")
     return found.bits, found.error
 
 
@@ -118,9 +117,8 @@ class HostSchedules:
             exponents_ms = times * self._ms(line, op, CODED, coding)
             return self._row(line, op, step.HOW[COPIED], None, 0.0, self._copies_ms(line, coding.profile), exponents_ms)
         ms, exponents_ms = (times * self._ms(line, op, CODED, one) for one in (coding, self.codings[EXPONENTS]))
-        return self._row(
-            line, op, step.HOW[line.coding], coding.ratio, self._sent(line, op, CODED) / coding.ratio, ms, exponents_ms
-        )
+        sent = self._sent(line, op, CODED) / coding.ratio
+        return self._row(line, op, step.HOW[line.coding], coding.ratio, sent, ms, exponents_ms)
 
     def _row(
         self, line: StepTraffic, op: str, how: str, ratio: float | None, sent: float, ms: float, exponents_ms: float
@@ -244,10 +242,8 @@ class DeviceSchedules:
     def _ratio(self, kind: str, coding: str) -> float:
         if coding == CHANGED:
             return float(self.args.delta_ratio or speeds.delta_ratio(self.args.dtype))
-        return float(
-            self.args.ratio
-            or (cost_model.RATIO[kind] if self.args.dtype == "bfloat16" else speeds.normal_ratio(self.args.dtype))
-        )
+        known = cost_model.RATIO[kind] if self.args.dtype == "bfloat16" else 0.0
+        return float(self.args.ratio or known or speeds.normal_ratio(self.args.dtype))
 
     def _plain(self, op: str, nbytes: float) -> float:
         return sum(cost_model.plain_seconds(kind, nbytes, self.topology, self.profile) for kind in _KINDS[op])

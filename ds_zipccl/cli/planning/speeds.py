@@ -59,9 +59,7 @@ def read(path: str, dtype: str) -> Speeds:
     if "profiles" in content:
         profiles = content["profiles"]
         if len(profiles) != 1:
-            raise ToolError(
-                f"{path} holds {len(profiles)} profiles, one is wanted: validate one --link and one --ranks"
-            )
+            raise ToolError(f"{path} holds {len(profiles)} profiles, wanted is one: of one --link and one --ranks")
         profile = profiles[0]["profile"]
     try:
         if not {"profiles", "transfer"} & content.keys():
@@ -80,9 +78,7 @@ def _from_rows(rows: Any, path: str, dtype: str) -> Speeds:
         raise ToolError(f"{path} holds no speeds; {wanted}")
     fit = [row for row in rows if (row["codec"], row["dtype"], row.get("data", DATA)) == (CODEC, dtype, DATA)]
     if not fit:
-        raise ToolError(
-            f"{path} has no row for {CODEC} of {DATA} {dtype}; measure it: bench codec --data {DATA} --json FILE"
-        )
+        raise ToolError(f"{path} has no row for {CODEC} of {DATA} {dtype}: bench codec --data {DATA} --json FILE")
     row = max(fit, key=lambda row: row.get("mib", row.get("numel", 0)))
     encode, decode = row["encode_gbps"] * 1e9, row["decode_gbps"] * 1e9
     # plan has no raw frames, and no row measures adding: decode stands in for both.

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
-from ds_zipccl.cli import ToolError
+from ds_zipccl.cli import ToolError, tables
 from ds_zipccl.cli.planning.operations import BUCKET, LIVE, PREFETCH, Buckets
 from ds_zipccl.config import SECTION, ConfigError, ZipcclConfig, environment_section, near_misses, parse_section
 
@@ -55,31 +53,13 @@ class UserJob:
         }
 
 
-def load(path: str, what: str) -> dict[str, Any]:
-    """Return the JSON object in the file at ``path``, which is ``what``.
-
-    Raises:
-        ToolError: the file cannot be read, or is no JSON object.
-    """
-    try:
-        content = json.loads(Path(path).read_text())
-    except OSError as error:
-        hint = "name the file that the job uses, on every node"
-        raise ToolError(f"cannot read {what} {path}: {error.strerror}; {hint}") from error
-    except ValueError as error:
-        raise ToolError(f"{path} is not JSON: {error}; correct the file") from error
-    if not isinstance(content, dict):
-        raise ToolError(f"{path} holds a {type(content).__name__}, wanted is an object: {what} of the job")
-    return content
-
-
 def read(path: str) -> UserJob:
     """Return the job of the DeepSpeed config at ``path``. ``DS_ZIPCCL`` precedes the section of the file, as in the job.
 
     Raises:
         ToolError: the file cannot be read or is no JSON object, the section is invalid or misspelled, or a value is not possible.
     """
-    content = load(path, "the DeepSpeed config")
+    content = tables.read_json(path, "the DeepSpeed config of the job ")
     reader = Reader(path, [])
     config = _section(path, content, reader.notes)
     zero = reader.section(content, "zero_optimization")
@@ -88,9 +68,7 @@ def read(path: str) -> UserJob:
         raise ToolError(f"{path}: the stage of zero_optimization is one of {STAGES}, got {stage}")
     for key, role in _LAYERED.items():
         if content.get(key) not in (None, False, 1, {}):
-            reader.notes.append(
-                f"{key}: traffic of role {role} depends on the layers of the model and is not predicted"
-            )
+            reader.notes.append(f"{key}: traffic of role {role} depends on the model's layers and is not predicted")
     prefetch = reader.whole(zero, "stage3_prefetch_bucket_size", PREFETCH, least=0)
     return UserJob(
         config,
@@ -128,16 +106,13 @@ def _section(path: str, content: Mapping[str, Any], notes: list[str]) -> ZipcclC
         override = environment_section()
         section = content.get(SECTION) if override is None else override
         if section is None:
-            notes.append(
-                f'no "{SECTION}" section: predicted as with "{SECTION}": {{"enabled": true}}; add it to the config'
-            )
+            notes.append(f'no "{SECTION}" section: predicted as with "{SECTION}": {{"enabled": true}}; add it')
             section = {"enabled": True}
         return parse_section(section)
     except ConfigError as error:
         where = path if override is None else "DS_ZIPCCL"
-        raise ToolError(
-            f'{where}: the "{SECTION}" section is invalid: {error}; docs/configuration.md has the keys'
-        ) from error
+        keys = "docs/configuration.md has the keys"
+        raise ToolError(f'{where}: the "{SECTION}" section is invalid: {error}; {keys}') from error
 
 
 @dataclass(frozen=True)
@@ -161,7 +136,7 @@ class Reader:
             raise ToolError(f'{self.path} has no key "{key}"; {self.remedy}')
         if found == AUTO and default is not None:
             self.notes.append(
-                f'{key} is "{AUTO}": {default} taken, the default of DeepSpeed; the trainer may fill in another'
+                f'{key} is "{AUTO}": {default} taken, DeepSpeed\'s default; the trainer may fill in another'
             )
             return default
         if isinstance(found, bool) or not isinstance(found, (int, float)) or found != found // 1 or found < least:
