@@ -5,9 +5,7 @@
 Start the doctor by the launcher of the job, on all nodes: ``torchrun``, ``deepspeed --no_local_rank --module ds_zipccl doctor ...`` or
 ``accelerate launch -m ds_zipccl doctor ...``. Without a launcher it starts ``--ranks`` processes on this machine, joined by ``--link``.
 Rank 0 alone prints. A rank that fails ends the doctor on all ranks, with its reason. ``report`` builds the kernels, which may take longer
-than 30 s once.
-
-Lines:
+than 30 s once. Lines:
 
 * link: measured between the real ranks. Over gloo each rank sends to the next and receives from the previous one at the same time; the
   slowest rank counts; codec: speeds of one thread of that rank. NCCL groups of several nodes are proven and measured as a job does it at
@@ -19,14 +17,11 @@ Lines:
   plain_ms: the backend's own schedules. coded_ms: coded schedules; on NCCL groups those that the job chooses. choice: the schedule of the
   mode of the role, by which ms follows; reason: why a line passes. Mode auto also has raw frames, which are not predicted.
 
-Roles other than zero_param and zero_grad depend on the layers of the model and are not predicted. The ratio is that of ``--sample``,
-tensors as the job sends them, else of normal values; the ratio of differences is 4 unless ``--delta-ratio`` says otherwise. The step is
-predicted from ``--step-ms`` alone: the time of a step without communication, as measured by the user. Communication that overlaps with
-computing, as the gathers of ZeRO-3 may, costs less than predicted, coded or not. Several ranks of a node share a link: predictions are of
-one rank per node. Ranks of one machine share its cores and its loopback too, and a line says that the expectation does not hold there.
-
-``--trainable`` is for LoRA and partial fine-tuning, as in ``plan``: only these parameters have gradients, and gathers of the frozen rest
-are copies (choice "copies") from the second step on.
+Roles other than zero_param and zero_grad are not predicted. The ratio is that of ``--sample``, tensors as the job sends them, or of normal
+values. The step is predicted from ``--step-ms`` alone: the time of a step without communication, as measured by the user. Communication
+that overlaps with computing, as the gathers of ZeRO-3 may, costs less than predicted, coded or not. Several ranks of a node share a link:
+predictions are of one rank per node. ``--trainable`` is for LoRA and partial fine-tuning, as in ``plan``: gathers of the frozen rest are
+copies (choice "copies") from the second step on.
 
 ``--check`` compares predictions with the trainings of ``bench train`` on shaped links, as root: for each ``--link`` and workload the
 measured and the predicted factor, of communication (``exchange_ms``) and of steps, whose computing time is that of the plain run.

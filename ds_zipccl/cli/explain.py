@@ -23,13 +23,13 @@ def sentences(found: Mapping[str, Any]) -> Iterator[str]:
     """Yield sentences about the coded traffic, the plain traffic and why, the traffic that bypasses us, the gain, and what to change.
     ``found``: the content of the doctor's file, with its ``rows``."""
     changes = [f"repair the hooks: {found['remedy']}"] if found["missing"] else []
-    covered = found.get("covered", "")
     if found["missing"]:
         yield f"Hooks in DeepSpeed are missing ({len(found['missing'])}), and their traffic is not coded as predicted."
-    if not covered:
+    if "covered" not in found:
         yield "No job is known: name its config with --ds-config."
         return
-    yield f"On {found['backend']} groups of {found['ranks']} ranks {_subject(covered)}."
+    does = "ds_zipccl " if found["covered"].startswith("codes") else ""
+    yield f"On {found['backend']} groups of {found['ranks']} ranks {does}{found['covered']}."
     for row in found["rows"][:-1]:  # the last one is their total
         name, _, when = row["what"].capitalize().replace("Frozen", "Frozen parameters").partition(", ")
         plain = "" if row["choice"] == "plain" else f" in place of {row['plain_ms']:,.1f}"
@@ -42,16 +42,12 @@ def sentences(found: Mapping[str, Any]) -> Iterator[str]:
         changes.append(f"{one['name']}: {one['remedy']}")
     if not found["bypassed"]:
         yield "No feature that the config names bypasses ds_zipccl."
-    if reason := found.get("unpredicted"):
-        yield f"The gain is not predicted, because of this: {reason}."
+    if "unpredicted" in found:
+        yield f"The gain is not predicted, because of this: {found['unpredicted']}."
     else:
         yield from _gain(found)
     yield from (f"Note: {note}." for note in found["notes"] if not note.startswith("bypassed: "))
     yield f"To change: {'; '.join(dict.fromkeys(changes)) or 'nothing'}."
-
-
-def _subject(covered: str) -> str:
-    return f"ds_zipccl {covered}" if covered.startswith("codes") else covered
 
 
 def _remedies(reason: str) -> list[str]:

@@ -1,78 +1,63 @@
 """``plan``: predicted time of the communication of a training step, plain and compressed, before any machine is rented.
 
-    plan --params 7e9 --trainable 20e6 --gpus 16 --gpus-per-node 8 --network 10gbit-tcp/node
     plan --ds-config ds_config.json --model config.json --adapter adapter_config.json --gpus 16 --network 10gbit-tcp/node
-
---ds-config, --model and --adapter read the files of a job; a config of transformers or peft tells the parameters without these packages.
-The computing of --tflops is that of the parameters that a token uses. An option on the command line precedes the value of a file.
+    plan --params 7e9 --trainable 20e6 --gpus 16 --gpus-per-node 8 --network 10gbit-tcp/node
 
 The answer is the last line: seconds of communication of a plain step, with the default config, and with the keys that gain more.
+--ds-config, --model and --adapter read the files of a job; transformers and peft are not needed. Options on the command line precede them.
 
 --network is the speed of the network between nodes, each way: 8x100gbit/node has all network cards of a node together, 100gbit/gpu the part
-of one GPU. -tcp is for NCCL over TCP, whose collectives reach 85% of it; by RDMA they reach 95%. Groups are NCCL's unless --backend is
-gloo.
+of one GPU. -tcp is for NCCL over TCP, whose collectives reach 85% of it; by RDMA they reach 95%.
 
 --trainable is for LoRA and partial fine-tuning: only these parameters have gradients, and ZeRO-3 gathers the frozen rest out of copies, by
---zero3-base auto, from the second step on. A line has the memory that they take. Without it all parameters are trained.
+--zero3-base auto, from the second step on. A line has the memory that they take.
 
 The model (formulas: ds_zipccl/policy/cost_model.py): in every micro-batch ZeRO-3 gathers the parameters forward and backward and
 scatters the gradients. ZeRO-2 all-reduces the gradients in every micro-batch, ZeRO-1 once a step, and both gather the parameters once a
-step. Operations have DeepSpeed's default sizes: 5e8 elements, and 5e7 for the gathers of ZeRO-3.
-
-The coded variants do more than exponent coding, by keys of the section in ds_config.json:
+step. Operations have DeepSpeed's default sizes: 5e8 elements, and 5e7 for the gathers of ZeRO-3, which keeps --live parameters from the
+forward pass for the backward pass. The coded variants do more than exponent coding, by keys of the section in ds_config.json:
 
 * --owner-only auto: ZeRO-1 and ZeRO-2 send gradients to their owners only, by a reduce_scatter with half the bytes of the all_reduce.
   If a bucket is much smaller than the model, few ranks own it and take up to twice as long to receive the sums: ms includes that.
-  With --round-robin (round_robin_gradients of DeepSpeed) all ranks own equal parts.
 * --delta auto: ZeRO-1 and ZeRO-2 gather parameters as differences from the parameters of the last step. The ratio (4 for bf16) is
   that of the peak learning rate. It grows to between 10 and 70 as the rate decays: --delta-ratio.
 * --zero3-base auto: ZeRO-3 copies frozen parameters out of a base, which sends nothing. Each rank compares its shard at every copy, and
-  twice a step all agree.
+  twice a step all agree. host or device: trained parameters go as differences too. Only the first gather of a step finds changes
+  ("parameters, first"); those of the backward pass and of further micro-batches ("parameters, again") are copies.
 * --gradients CODEC: gradients by a lossy codec ("lossy" in ds_config.json). Bits and errors are expectations for dense gradients, which
-  analyze --lossy measures on real ones. The speed is taken to be that of exponents. Sums by our schedules round once, all-reduces twice.
-* --zero3-base host or device: ZeRO-3 gathers trained parameters as differences. Only the first gather of a step finds changes
-  ("parameters, first"). Those of the backward pass and of further micro-batches ("parameters, again") are copies.
-
-ZeRO-3 keeps --live parameters from the forward pass for the backward pass, and does not gather them again.
+  bench codec measures on real ones. The speed is taken to be that of exponents. Sums by our schedules round once, all-reduces twice.
 
 Columns (also the keys of the rows in --json):
 
-* variant: plain: by nodes: the GPUs with the same place in all nodes exchange, and traffic inside nodes is free. This
-  estimate of the rings is optimistic. coded: as a job in mode auto chooses: gathers by nodes, sums from every GPU to every other one, or
-  plain where that is faster.
+* variant: plain: by nodes: the GPUs with the same place in all nodes exchange, and traffic inside nodes is free. This estimate of the
+  rings is optimistic. coded: as a job in mode auto chooses: gathers by nodes, sums from every GPU to every other one, or plain.
 * how: plain, coded, differences, copies (of a base) or lossy.
 * calls: operations per step. wire_gb: 1e9 bytes that a GPU sends between nodes per step. ms: their time. speedup: plain ms / ms.
 * only in --json: ratio: of the coding. exponents_ms: the time without differences. answers: the last line.
 
 Speeds with --backend gloo come from this machine's CPU, or from --profile FILE. A profile has no speeds of differences and copies: they are
-then planned as fast as exponents and without hashes, which flatters them (on CPUs they take several times as long). Without --profile they
-are measured, with the hashes that prove equal bases on all ranks. The copies of --zero3-base, out of the base and back, are included.
+then planned as fast as exponents and without hashes, which flatters them (on CPUs they take several times as long). Left out: overlap with
+computing and between operations, congestion, the memory and time that coding takes from computing, other traffic (scalars, MoE, pipeline).
 
-Left out: overlap with computing and between operations, congestion, the memory and time that coding takes from computing, other
-traffic (scalars, MoE, pipeline), the exchange of hashes, and latency that grows with the number of ranks.
+NCCL groups on GPUs: sums are coded with "nccl": "on". Their plan is a model: no network of GPUs has run these schedules yet. plain: NCCL's
+rings. coded: as a job chooses its schedules: sums in two levels where that is faster, gathers coded where that is faster. The speed of the
+codec is that of docs/results/cuda.json where it has the dtype, else assumed. With several networks only totals are shown; --json has all
+rows, also those of owners: ZeRO-1 and ZeRO-2 with gradients to their owners only, plain.
 
-NCCL groups on GPUs: sums are coded with "nccl": "on" (formulas: ds_zipccl/policy/cost_model.py). Their plan is a model: no network of GPUs
-has run these schedules yet. plain: NCCL's rings. coded: as a job chooses its schedules: sums in two levels where that is faster, gathers
-coded where that is faster. The speed of the codec is that of docs/results/cuda.json where it has the dtype, else assumed. With several
-networks only totals are shown; --json has all rows, also those of owners: ZeRO-1 and ZeRO-2 with gradients to their owners only, plain.
-speedup is that of the communication alone.
+A step is sped up less than its communication. --tflops and --tokens add the computing of a GPU, with the parameters that a token uses, and
+a table of whole steps. --overlap is the share of the computing during which communication goes on. Coding during hidden communication
+delays computing by as long as its kernels run. --path slows a node's network down by a second path that every byte takes, --hop lets an
+operation take longer with every node. Columns: ms: communication; codec_ms: kernels of the codec; computing_ms: without delays; step_ms:
+all; exposed: share of the step in which GPUs only communicate; tflops: of one GPU over the step; step_speedup: plain step_ms / step_ms.
+--plot draws step_ms by network and number of GPUs, from two nodes to --gpus; --json has these points as "scaling".
 
-A step is sped up less than its communication. --tflops and --tokens add the computing of a GPU, and a table of whole steps. --overlap is
-the share of the computing during which communication goes on. Coding during hidden communication delays computing by as long as its
-kernels run. --path slows a node's network down by a second path that every byte takes, --hop lets an operation take longer with every node.
-Columns: ms: communication; codec_ms: kernels of the codec; computing_ms: without delays; step_ms: all; exposed: share of the step in which
-GPUs only communicate; tflops: of one GPU over the step; step_speedup: plain step_ms / step_ms. --plot draws step_ms by network and
-number of GPUs, from two nodes to --gpus; --json has these points as "scaling".
-
-plan --clusters holds that model against runs of ZeRO-3 on 384 GPUs that others published. It prints the two fitted parameters. Columns:
-figure, size of the model, links (network cards of a node), tokens: the run; measured: published TFLOPs of a GPU; predicted, off: those of
-the model, and their error; unseen: the error if both parameters are fitted to the other figures; exposed: as above; fewer: published TFLOPs
-of ZeRO++, which sends a quarter of the bytes; bytes_alone, bytes_off: the prediction from fewer bytes alone, and its error. The exit status
-is 1 if a fitted cell is off by more than 10%.
+plan --clusters holds that model against runs of ZeRO-3 on 384 GPUs that others published, and prints its two fitted parameters. measured
+and predicted are TFLOPs of a GPU, off is the error, unseen that of a fit to the other figures; fewer: published TFLOPs of ZeRO++, which
+sends a quarter of the bytes; bytes_alone, bytes_off: the prediction from fewer bytes alone. The exit status is 1 beyond 10%.
 
 plan --validate measures link and codec between ranks of this machine, predicts the rows of bench comm and measures them in the same
-processes. Its columns: measured_ms; predicted_ms: for plain of gloo's own schedules, as far as they are known; off: predicted /
-measured; ideal_ms: prediction for a bandwidth-optimal schedule. The exit status is 1 if raw or coded is off by more than 20%.
+processes. predicted_ms: for plain of gloo's own schedules, as far as they are known; off: predicted / measured; ideal_ms: for a
+bandwidth-optimal schedule. The exit status is 1 if raw or coded is off by more than 20%.
 """
 
 from __future__ import annotations
@@ -302,24 +287,22 @@ def _check(args: argparse.Namespace) -> None:
         raise ToolError("wanted are --gpus and --params or --model; or --validate, or --clusters")
     if args.link:
         rate = link.name(args.link[0]).partition(",")[0]
-        raise ToolError(
-            f"--link is for --validate: write --backend gloo --network {rate}/gpu, or {rate}/node for all GPUs of a node together; "
-            "a delay goes into --latency US"
+        networks = (
+            f"--network {rate}/gpu, or {rate}/node for all GPUs of a node together; a delay goes into --latency US"
         )
+        raise ToolError(f"--link is for --validate: write --backend gloo {networks}")
     if args.backend == "gloo":
         rows.refuse(args)
         _check_gloo(args)
     elif args.network is None or args.profile:
-        raise ToolError(
-            "NCCL groups want --network, such as --network 8x100gbit/node, and --gpu-profile has the codec's speeds; --profile is for "
-            "--backend gloo"
-        )
+        wanted = "--network, such as --network 8x100gbit/node, and --gpu-profile has the codec's speeds"
+        raise ToolError(f"NCCL groups want {wanted}; --profile is for --backend gloo")
     elif args.gradients is not None:
         raise ToolError("--gradients is for --backend gloo: NCCL groups pass lossy roles exact")
     if args.gpus % args.gpus_per_node or args.gpus < 2 * args.gpus_per_node:
         got = f"{args.gpus} GPUs, {args.gpus_per_node} a node"
         raise ToolError(
-            f"wanted are two nodes or more with equally many GPUs, got {got}; inside a node nothing is planned"
+            f"wanted are two nodes or more with equally many GPUs, got {got}; inside nodes nothing is planned"
         )
     if args.dtype not in operations.ITEMSIZE:
         raise ToolError(f"--dtype is one of {', '.join(operations.ITEMSIZE)}, got {args.dtype}")

@@ -33,11 +33,6 @@ class Column:
     key: str
     style: str = ""
     width: int = 0
-    title: str = ""
-
-    @property
-    def head(self) -> str:
-        return self.title or self.key
 
     def text(self, value: Any) -> str:
         if isinstance(value, Mapping):
@@ -45,7 +40,7 @@ class Column:
         return "-" if value is None else format(value, self.style)
 
     def align(self, text: str) -> str:
-        width = max(self.width, len(self.head))
+        width = max(self.width, len(self.key))
         return text.rjust(width) if self.style else text.ljust(width)
 
 
@@ -56,7 +51,7 @@ def alike(keys: str, style: str, width: int = 0) -> tuple[Column, ...]:
 
 def aligned(columns: Sequence[Column], row: Mapping[str, Any] | None = None) -> str:
     """Return the line of a row, without one the line of the heads. Keys without a column are left out. None and {} show as "-"."""
-    cells = (column.align(column.head if row is None else column.text(row[column.key])) for column in columns)
+    cells = (column.align(column.key if row is None else column.text(row[column.key])) for column in columns)
     return " ".join(cells).rstrip()
 
 

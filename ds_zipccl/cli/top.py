@@ -44,9 +44,7 @@ def main(args: argparse.Namespace) -> int:
         from rich.live import Live
         from rich.text import Text
     except ImportError as error:
-        raise ToolError(
-            f"a live view needs rich ({error}): pip install rich, or see it once: top FILE | cat"
-        ) from error
+        raise ToolError(f"a live view needs rich ({error}): pip install rich, or use top FILE | cat") from error
     try:
         with Live(auto_refresh=False) as live:
             while True:

@@ -15,8 +15,8 @@ from ds_zipccl.cli import ToolError, tables
 from ds_zipccl.cli.planning.user_job import Reader
 
 FILE, ADAPTER = "config.json", "adapter_config.json"
-#: Keys of an adapter whose effect on its size is not known here.
-_OPEN = ("exclude_modules", "layers_to_transform", "lora_bias", "rank_pattern", "target_parameters")
+#: Keys of an adapter whose effect on its size is not known here; "bias" is another one.
+_OPEN = ("exclude_modules", "layers_to_transform", "lora_bias", "rank_pattern", "target_parameters", "modules_to_save")
 _EXPERT = ("gate_proj", "up_proj", "down_proj", "w1", "w2", "w3")
 #: Name in a layer -> inputs, outputs and whether there are biases, of a linear layer.
 Linears = dict[str, tuple[int, int, bool]]
@@ -25,15 +25,14 @@ Linears = dict[str, tuple[int, int, bool]]
 @dataclass(frozen=True)
 class Model:
     """A decoder with ``layers`` named ``prefix`` and a number. ``norms``: parameters of the norms of a layer; ``rest``: those outside of
-    layers, embedding and output layer, whose names are ``outer``. ``experts``: number in a layer, used by a token, parameters of one;
-    ``sparse``: layers that have them in place of ``mlp``."""
+    layers, embedding and output layer. ``experts``: number in a layer, used by a token, parameters of one; ``sparse``: layers that have
+    them in place of ``mlp``."""
 
     kind: str
     layers: int
     hidden: int
     vocabulary: int
     prefix: str
-    outer: tuple[str, str]
     attention: Linears
     mlp: Linears
     norms: int
@@ -45,11 +44,10 @@ class Model:
     @property
     def params(self) -> int:
         """All parameters."""
-        sizes = [sum(out * (into + bias) for into, out, bias in part.values()) for part in (self.attention, self.mlp)]
-        number, _, each = self.experts
-        layers = self.layers * (sizes[0] + self.norms) + (self.layers - len(self.sparse)) * sizes[1]
-        routed = len(self.sparse) * number * (each + self.hidden)
-        return layers + routed + self.rest + self.hidden * self.vocabulary * (1 if self.tied else 2)
+        linears = [*self.attention.values()] * self.layers + [*self.mlp.values()] * (self.layers - len(self.sparse))
+        routed = len(self.sparse) * self.experts[0] * (self.experts[2] + self.hidden)
+        outer = self.hidden * self.vocabulary * (1 if self.tied else 2) + self.rest
+        return sum(out * (into + bias) for into, out, bias in linears) + self.layers * self.norms + routed + outer
 
     @property
     def active(self) -> int:
@@ -63,8 +61,8 @@ class Model:
         for layer in range(self.layers):
             own = self.attention if layer in self.sparse else self.attention | self.mlp
             found |= {f"{self.prefix}.{layer}.{name}": size[:2] for name, size in own.items()}
-            if layer in self.sparse:
-                found |= {f"{self.prefix}.{layer}.mlp.experts.0.{name}": None for name in _EXPERT}
+            experts = _EXPERT if layer in self.sparse else ()
+            found |= {f"{self.prefix}.{layer}.mlp.experts.0.{name}": None for name in experts}
         return found
 
     def __str__(self) -> str:
@@ -140,11 +138,8 @@ def _gated(kind: str, content: Mapping[str, Any], whole: Callable[..., int]) -> 
     attention = {f"self_attn.{name}": (hidden, out, biased or kind == "qwen2") for name, out in widths.items()}
     attention["self_attn.o_proj"] = heads * head, hidden, biased
     bias = kind == "llama" and content.get("mlp_bias") is True
-    mlp = {
-        "mlp.gate_proj": (hidden, wide, bias),
-        "mlp.up_proj": (hidden, wide, bias),
-        "mlp.down_proj": (wide, hidden, bias),
-    }
+    mlp = {"mlp.gate_proj": (hidden, wide, bias), "mlp.up_proj": (hidden, wide, bias)}
+    mlp["mlp.down_proj"] = wide, hidden, bias
     experts, sparse = (0, 0, 0), list(range(layers))
     if kind == "mixtral":
         experts = whole("num_local_experts"), whole("num_experts_per_tok"), 3 * hidden * wide
@@ -153,38 +148,32 @@ def _gated(kind: str, content: Mapping[str, Any], whole: Callable[..., int]) -> 
         dense, every = content.get("mlp_only_layers") or (), whole("decoder_sparse_step", 1)
         sparse = [layer for layer in sparse if layer not in dense and not (layer + 1) % every]
     norms = 2 * hidden + (2 * head if kind.startswith("qwen3") else 0)
-    return Model(
-        kind, layers, hidden, whole("vocab_size"), "model.layers", ("model.embed_tokens", "lm_head"), attention, mlp, norms, hidden,
-        content.get("tie_word_embeddings") is True, experts, sparse if experts[0] else ()
-    )  # fmt: skip
+    rest, tied = hidden, content.get("tie_word_embeddings") is True
+    outer = (norms, rest, tied, experts, sparse if experts[0] else ())
+    return Model(kind, layers, hidden, whole("vocab_size"), "model.layers", attention, mlp, *outer)
 
 
 def _gpt2(kind: str, content: Mapping[str, Any], whole: Callable[..., int]) -> Model:
     hidden = whole("n_embd")
-    wide = whole("n_inner", 4 * hidden)
+    wide, rest = whole("n_inner", 4 * hidden), hidden * (2 + whole("n_positions"))
     attention = {"attn.c_attn": (hidden, 3 * hidden, True), "attn.c_proj": (hidden, hidden, True)}
     mlp = {"mlp.c_fc": (hidden, wide, True), "mlp.c_proj": (wide, hidden, True)}
-    return Model(
-        kind, whole("n_layer"), hidden, whole("vocab_size"), "transformer.h", ("transformer.wte", "lm_head"), attention, mlp, 4 * hidden,
-        hidden * (2 + whole("n_positions")), content.get("tie_word_embeddings") is not False
-    )  # fmt: skip
+    outer = (4 * hidden, rest, content.get("tie_word_embeddings") is not False)
+    return Model(kind, whole("n_layer"), hidden, whole("vocab_size"), "transformer.h", attention, mlp, *outer)
 
 
 def _gpt_neox(kind: str, content: Mapping[str, Any], whole: Callable[..., int]) -> Model:
-    hidden, wide, bias = whole("hidden_size"), whole("intermediate_size"), content.get("attention_bias") is not False
+    hidden, wide, layers = whole("hidden_size"), whole("intermediate_size"), whole("num_hidden_layers")
+    bias = content.get("attention_bias") is not False
     attention = {"attention.query_key_value": (hidden, 3 * hidden, bias), "attention.dense": (hidden, hidden, bias)}
     mlp = {"mlp.dense_h_to_4h": (hidden, wide, True), "mlp.dense_4h_to_h": (wide, hidden, True)}
-    return Model(
-        kind, whole("num_hidden_layers"), hidden, whole("vocab_size"), "gpt_neox.layers", ("gpt_neox.embed_in", "embed_out"), attention,
-        mlp, 4 * hidden, 2 * hidden, content.get("tie_word_embeddings") is True
-    )  # fmt: skip
+    outer = (4 * hidden, 2 * hidden, content.get("tie_word_embeddings") is True)
+    return Model(kind, layers, hidden, whole("vocab_size"), "gpt_neox.layers", attention, mlp, *outer)
 
 
 #: "model_type" -> the function that makes its model.
-FAMILIES: dict[str, Callable[..., Model]] = dict.fromkeys(
-    ("llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe"), _gated
-)
-FAMILIES |= {"gpt2": _gpt2, "gpt_neox": _gpt_neox}
+FAMILIES: dict[str, Callable[..., Model]] = {"gpt2": _gpt2, "gpt_neox": _gpt_neox}
+FAMILIES |= dict.fromkeys(("llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe"), _gated)
 
 
 def adapter(path: str, model: Model) -> tuple[int, str]:
@@ -195,26 +184,19 @@ def adapter(path: str, model: Model) -> tuple[int, str]:
     """
     file, remedy = str(_file(path, ADAPTER)), "give --trainable in place of --adapter"
     content = tables.read_json(file, "the config of the adapter ")
-    rank = Reader(file, [], remedy).whole(content, "r")
-    targets, everything = content.get("target_modules") or (), model.sizes()
-    outer = dict.fromkeys(model.outer, (model.hidden, model.vocabulary))
-    if targets != "all-linear":
-        everything |= outer
+    rank, targets = Reader(file, [], remedy).whole(content, "r"), content.get("target_modules") or ()
     try:
-        chosen = {name: size for name, size in everything.items() if _matches(name, targets)}
+        chosen = [size for name, size in model.sizes().items() if _matches(name, targets)]
     except re.error as error:
         raise ToolError(f"{file}: target_modules is no regular expression: {error}; {remedy}") from None
     usual = {"peft_type": "LORA", "bias": "none"} | dict.fromkeys(_OPEN)
     odd = [f"{key} {content[key]!r}" for key, value in usual.items() if content.get(key) and content[key] != value]
-    if odd or None in chosen.values() or not chosen:
-        within = "in experts" if chosen else f"that {model.kind} does not have"
-        raise ToolError(
-            f"{file}: no size is known of {' and '.join(odd) or f'target_modules {targets!r}, {within}'}; {remedy}"
-        )
-    linear = [size for size in chosen.values() if size]
+    linear = [size for size in chosen if size]
+    if odd or not linear or len(linear) < len(chosen):
+        within = "in experts" if chosen else f"that the layers of {model.kind} do not have"
+        what = " and ".join(odd) or f"target_modules {targets!r}, {within}"
+        raise ToolError(f"{file}: no size is known of {what}; {remedy}")
     trained = sum(rank * (into + out) + (out if content.get("use_dora") else 0) for into, out in linear)
-    saved = content.get("modules_to_save") or ()
-    trained += sum(into * out for name, (into, out) in outer.items() if _matches(name, saved))
     return trained, f"; LoRA of rank {rank} on {len(linear)} modules, {trained:.4g} parameters, by {file}"
 
 
@@ -222,4 +204,4 @@ def _matches(name: str, targets: Any) -> bool:
     """Whether peft adapts a module: names are ends of full names, and one text is "all-linear" or a regular expression."""
     if isinstance(targets, str):
         return targets == "all-linear" or re.fullmatch(targets, name) is not None
-    return any(name == target or name.endswith(f".{target}") for target in targets)
+    return any(name.endswith(f".{target}") for target in targets)

@@ -58,22 +58,19 @@ def about_lossy(args: argparse.Namespace, exponents: Coding) -> str:
     Raises:
         ToolError: it sends more than no codec.
     """
-    bits, error = _lossy_bits(args, exponents)
-    lossless = 8 * step.ITEMSIZE[args.dtype] / exponents.ratio
-    return (
-        f"{args.gradients}: {bits:.2f} bits per value instead of {lossless:.2f}, relative L2 error {error:.3g} per rounding; "
-        "as fast as exponents"
-    )
+    bits, error, lossless = _lossy_bits(args, exponents)
+    sizes = f"{bits:.2f} bits per value instead of {lossless:.2f}"
+    return f"{args.gradients}: {sizes}, relative L2 error {error:.3g} per rounding; as fast as exponents"
 
 
-def _lossy_bits(args: argparse.Namespace, exponents: Coding) -> tuple[float, float]:
-    """Bits per value and relative error of lossy gradients."""
+def _lossy_bits(args: argparse.Namespace, exponents: Coding) -> tuple[float, float, float]:
+    """Bits per value and relative error of lossy gradients, and the bits without loss."""
     lossless = 8 * step.ITEMSIZE[args.dtype] / exponents.ratio
     found = lossy_size(args.gradients, args.dtype, lossless)
     if found.bits >= lossless:
         bits = f"{found.bits:.2f} bits per value, without loss it is {lossless:.2f}"
         raise ToolError(f"{args.gradients} takes {bits}: leave --gradients out")
-    return found.bits, found.error
+    return found.bits, found.error, lossless
 
 
 @dataclass(frozen=True)

@@ -181,13 +181,11 @@ def network(text: str) -> Network:
     """
     match = re.fullmatch(r"(?:([1-9]\d*)x)?(\d+(?:\.\d+)?)([mg]bit)(-tcp)?(?:/(node|gpu))?", text)
     if match is None or not float(match[2]):
-        raise argparse.ArgumentTypeError(
-            f"{text!r} is not a network; write [CARDSx]RATE[-tcp]/node or RATE[-tcp]/gpu: {', '.join(NETWORKS)} or 1gbit/gpu"
-        )
+        wanted = f"[CARDSx]RATE[-tcp]/node or RATE[-tcp]/gpu: {', '.join(NETWORKS)} or 1gbit/gpu"
+        raise argparse.ArgumentTypeError(f"{text!r} is not a network; write {wanted}")
     if match[5] is None:
-        raise argparse.ArgumentTypeError(
-            f"{text!r} does not say whose rate it is: write {text}/node for all cards of a node, or {text}/gpu for the part of one GPU"
-        )
+        wanted = f"{text}/node for all cards of a node, or {text}/gpu for the part of one GPU"
+        raise argparse.ArgumentTypeError(f"{text!r} does not say whose rate it is: write {wanted}")
     rate = int(match[1] or 1) * float(match[2]) * _BYTES[match[3]]
     return Network(text, rate, match[5], cost_model.TCP_REACH if match[4] else cost_model.RDMA_REACH)
 

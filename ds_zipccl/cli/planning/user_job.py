@@ -135,9 +135,7 @@ class Reader:
         if found is None:
             raise ToolError(f'{self.path} has no key "{key}"; {self.remedy}')
         if found == AUTO and default is not None:
-            self.notes.append(
-                f'{key} is "{AUTO}": {default} taken, DeepSpeed\'s default; the trainer may fill in another'
-            )
+            self.notes.append(f'{key} is "{AUTO}": {default} taken, the default; the trainer may fill in another')
             return default
         if isinstance(found, bool) or not isinstance(found, (int, float)) or found != found // 1 or found < least:
             raise ToolError(f'{self.path}: {key} must be a whole number of at least {least} or "{AUTO}", got {found!r}')
