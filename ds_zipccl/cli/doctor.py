@@ -102,8 +102,7 @@ def _check(args: argparse.Namespace) -> None:
     if args.step_ms is not None and not sized:
         raise ToolError("--step-ms is for predictions: name --params too, the number of parameters of the model")
     if sized and args.ds_config is None:
-        option = "--params" if args.params else "--model"
-        raise ToolError(f"{option} is for predictions: name --ds-config too, the DeepSpeed config of the job")
+        raise ToolError("--params and --model are for predictions: name --ds-config too, the config of the job")
     if args.ranks < 2:
         raise ToolError(f"--ranks must be at least 2, got {args.ranks}: one rank sends nothing")
     if len(args.link) != 1:
@@ -233,7 +232,7 @@ def _predict(
     tables.say(f"job:   ZeRO-{job.stage}, {job.dtype}: {covered}")
     facts = bypassed.Facts(job.content, device, backend, pipelined)
     features = [{"name": one.name, "cost": one.cost, "remedy": one.remedy} for one in bypassed.found(facts)]
-    known = {"covered": covered, "bypassed": features}
+    known: dict[str, Any] = {"covered": covered, "bypassed": features}
     notes = [*job.notes, *bypassed.lines(facts)]
     if 1 < found.nodes < ranks and not found.streams:
         notes.append(f"{ranks} ranks share the links of {found.nodes} nodes: the prediction is of one rank per node")
@@ -241,7 +240,7 @@ def _predict(
         tables.say(f"       {note}")
     if args.about:
         tables.say(f"model: {args.about}")
-    reason = "no --params" if args.params is None else job_plan.unpredicted(job, device, backend, settled)
+    reason = "no --params or --model" if args.params is None else job_plan.unpredicted(job, device, backend, settled)
     if reason:
         tables.say(f"expected: not predicted: {reason}")
         return known | {"rows": [], "notes": notes, "unpredicted": reason}
@@ -261,11 +260,5 @@ def _predict(
         why = f"{shared}, where coding takes time from computing"
         notes.append(f"this does not hold here: {why}; it is for one rank per node")
         tables.say(f"       {notes[-1]}")
-    return known | {
-        "rows": rows,
-        "notes": notes,
-        "ratio": ratios.values,
-        "ratio_about": ratios.about,
-        "comm_speedup": total["speedup"],
-        "step_speedup": speedup,
-    }
+    known |= {"ratio": ratios.values, "ratio_about": ratios.about}
+    return known | {"rows": rows, "notes": notes, "comm_speedup": total["speedup"], "step_speedup": speedup}

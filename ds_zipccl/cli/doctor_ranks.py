@@ -91,10 +91,8 @@ def hooks_found() -> dict[str, str]:
 
     if importlib.util.find_spec(DEEPSPEED) is None:
         return {DEEPSPEED: "not installed"}
-    off = next(
-        (f"{name}=0 turns the package off" for name in SWITCHES if os.environ.get(name, "").strip() == "0"),
-        "torch did not load the package before DeepSpeed",
-    )
+    zero = (f"{name}=0 turns the package off" for name in SWITCHES if os.environ.get(name, "").strip() == "0")
+    off = next(zero, "torch did not load the package before DeepSpeed")
     found = {}
     for name in (*autoload.ADJUSTED, *autoload.OPTIONAL):
         try:

@@ -23,7 +23,7 @@ def sentences(found: Mapping[str, Any]) -> Iterator[str]:
     """Yield sentences about the coded traffic, the plain traffic and why, the traffic that bypasses us, the gain, and what to change.
     ``found``: the content of the doctor's file, with its ``rows``."""
     changes = [f"repair the hooks: {found['remedy']}"] if found["missing"] else []
-    if found["missing"]:
+    if changes:
         yield f"Hooks in DeepSpeed are missing ({len(found['missing'])}), and their traffic is not coded as predicted."
     if "covered" not in found:
         yield "No job is known: name its config with --ds-config."

@@ -7,10 +7,9 @@ The answer is the last line: seconds of communication of a plain step, with the 
 --ds-config, --model and --adapter read the files of a job; transformers and peft are not needed. Options on the command line precede them.
 
 --network is the speed of the network between nodes, each way: 8x100gbit/node has all network cards of a node together, 100gbit/gpu the part
-of one GPU. -tcp is for NCCL over TCP, whose collectives reach 85% of it; by RDMA they reach 95%.
-
---trainable is for LoRA and partial fine-tuning: only these parameters have gradients, and ZeRO-3 gathers the frozen rest out of copies, by
---zero3-base auto, from the second step on. A line has the memory that they take.
+of one GPU. -tcp is for NCCL over TCP, whose collectives reach 85% of it; by RDMA they reach 95%. --trainable is for LoRA and
+partial fine-tuning: only these parameters have gradients, and ZeRO-3 gathers the frozen rest out of copies, by --zero3-base auto, from the
+second step on. A line has the memory that they take.
 
 The model (formulas: ds_zipccl/policy/cost_model.py): in every micro-batch ZeRO-3 gathers the parameters forward and backward and
 scatters the gradients. ZeRO-2 all-reduces the gradients in every micro-batch, ZeRO-1 once a step, and both gather the parameters once a
@@ -33,7 +32,6 @@ Columns (also the keys of the rows in --json):
   rings is optimistic. coded: as a job in mode auto chooses: gathers by nodes, sums from every GPU to every other one, or plain.
 * how: plain, coded, differences, copies (of a base) or lossy.
 * calls: operations per step. wire_gb: 1e9 bytes that a GPU sends between nodes per step. ms: their time. speedup: plain ms / ms.
-* only in --json: ratio: of the coding. exponents_ms: the time without differences. answers: the last line.
 
 Speeds with --backend gloo come from this machine's CPU, or from --profile FILE. A profile has no speeds of differences and copies: they are
 then planned as fast as exponents and without hashes, which flatters them (on CPUs they take several times as long). Left out: overlap with
@@ -52,12 +50,10 @@ all; exposed: share of the step in which GPUs only communicate; tflops: of one G
 --plot draws step_ms by network and number of GPUs, from two nodes to --gpus; --json has these points as "scaling".
 
 plan --clusters holds that model against runs of ZeRO-3 on 384 GPUs that others published, and prints its two fitted parameters. measured
-and predicted are TFLOPs of a GPU, off is the error, unseen that of a fit to the other figures; fewer: published TFLOPs of ZeRO++, which
-sends a quarter of the bytes; bytes_alone, bytes_off: the prediction from fewer bytes alone. The exit status is 1 beyond 10%.
-
-plan --validate measures link and codec between ranks of this machine, predicts the rows of bench comm and measures them in the same
-processes. predicted_ms: for plain of gloo's own schedules, as far as they are known; off: predicted / measured; ideal_ms: for a
-bandwidth-optimal schedule. The exit status is 1 if raw or coded is off by more than 20%.
+and predicted are TFLOPs of a GPU, off is the error, unseen that of a fit to the other figures; fewer: published TFLOPs of ZeRO++;
+bytes_alone, bytes_off: the prediction from fewer bytes alone. The exit status is 1 beyond 10%. plan --validate link and codec
+between ranks of this machine, predicts the rows of bench comm and measures them in the same processes. ideal_ms: for a bandwidth-optimal
+schedule. The exit status is 1 if raw or coded is off by more than 20%.
 """
 
 from __future__ import annotations
@@ -76,7 +72,7 @@ from ds_zipccl.benchmarks.links import link
 from ds_zipccl.cli import ToolError, tables
 from ds_zipccl.cli.planning import model, operations, rows, speeds, user_job
 from ds_zipccl.cli.planning.operations import CHANGED, COPIED, LOSSY
-from ds_zipccl.cli.planning.schedules import OWNERS, Coding, DeviceSchedules, HostSchedules, about_lossy, codings
+from ds_zipccl.cli.planning.schedules import OWNERS, Coding, DeviceSchedules, HostSchedules, Row, about_lossy, codings
 from ds_zipccl.cli.tables import Column
 from ds_zipccl.policy.cost_model import DELTA_RATIO
 
@@ -117,11 +113,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     for key, choices in operations.SWITCHES.items():
         about = f"{_ABOUT[key]} ({choices[0]})"
         option(f"--{key.replace('_', '-')}", choices=choices, default=choices[0], help=about)
-    option(
-        "--live", type=lambda text: 0 if text == "0" else tables.count(1e15)(text), default=operations.LIVE, metavar="P",
-        help="ZeRO-3: parameters kept from the forward pass for the backward pass: stage3_max_live_parameters and, on top, those of the "
-        "last module (1e9)",
-    )  # fmt: skip
+    number, kept = tables.count(1e15), "stage3_max_live_parameters and, on top, those of the last module (1e9)"
+    about = f"ZeRO-3: parameters kept from the forward pass for the backward pass: {kept}"
+    option("--live", type=lambda t: 0 if t == "0" else number(t), default=operations.LIVE, metavar="P", help=about)
     spread = "ZeRO-1/2: round_robin_gradients is true, so that all ranks own equal parts of every bucket"
     option("--round-robin", action="store_true", help=spread)
     option("--delta-ratio", type=float, metavar="R", help=f"ratio of differences (bf16: {DELTA_RATIO:g})")
@@ -272,9 +266,7 @@ def _remarks(args: argparse.Namespace, planned: Sequence[dict[str, Any]]) -> Ite
         yield "these are times of communication alone; --tflops and --tokens add computing, and a step is sped up less"
 
 
-def _scaling(
-    args: argparse.Namespace, groups: Iterable[rows.Schedules], work: rows.Computing
-) -> Iterator[dict[str, Any]]:
+def _scaling(args: argparse.Namespace, groups: Iterable[rows.Schedules], work: rows.Computing) -> Iterator[Row]:
     """The whole steps of fewer GPUs, for the picture."""
     for gpus in rows.counts(args):
         fewer = argparse.Namespace(**vars(args) | {"gpus": gpus})
@@ -287,9 +279,7 @@ def _check(args: argparse.Namespace) -> None:
         raise ToolError("wanted are --gpus and --params or --model; or --validate, or --clusters")
     if args.link:
         rate = link.name(args.link[0]).partition(",")[0]
-        networks = (
-            f"--network {rate}/gpu, or {rate}/node for all GPUs of a node together; a delay goes into --latency US"
-        )
+        networks = f"--network {rate}/gpu, or {rate}/node for all GPUs of a node together; a delay is --latency US"
         raise ToolError(f"--link is for --validate: write --backend gloo {networks}")
     if args.backend == "gloo":
         rows.refuse(args)
@@ -301,9 +291,7 @@ def _check(args: argparse.Namespace) -> None:
         raise ToolError("--gradients is for --backend gloo: NCCL groups pass lossy roles exact")
     if args.gpus % args.gpus_per_node or args.gpus < 2 * args.gpus_per_node:
         got = f"{args.gpus} GPUs, {args.gpus_per_node} a node"
-        raise ToolError(
-            f"wanted are two nodes or more with equally many GPUs, got {got}; inside nodes nothing is planned"
-        )
+        raise ToolError(f"wanted are two nodes or more with equally many GPUs, got {got}; one node is not planned")
     if args.dtype not in operations.ITEMSIZE:
         raise ToolError(f"--dtype is one of {', '.join(operations.ITEMSIZE)}, got {args.dtype}")
     if args.zero3_base in ("host", "device") and (args.zero != 3 or args.delta == "off"):

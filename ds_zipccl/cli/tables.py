@@ -113,12 +113,9 @@ def machine() -> dict[str, Any]:
     """Host description for a results file: system, processor, number of processors that this process may use, memory in bytes."""
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     pages = os.sysconf("SC_PHYS_PAGES") if "SC_PHYS_PAGES" in os.sysconf_names else 0
-    return {
-        "system": platform.platform(),
-        "processor": _processor(),
-        "processors": usable,
-        "memory_bytes": pages * os.sysconf("SC_PAGE_SIZE") if pages else None,
-    }
+    memory = pages * os.sysconf("SC_PAGE_SIZE") if pages else None
+    processor = {"processor": _processor(), "processors": usable}
+    return {"system": platform.platform(), **processor, "memory_bytes": memory}
 
 
 def _processor() -> str:

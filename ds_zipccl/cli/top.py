@@ -105,10 +105,8 @@ class Run:
         first, latest = self.steps[0], self.steps[-1]
         steps = list(self.steps)[1:] or [first]  # a time is that of the end of a step
         seconds = latest.time - first.time if latest.time and first.time else 0.0
-        said = [
-            f"step {latest.step:,}",
-            "time saved: not measured" if latest.saved is None else f"{latest.saved:.3g} s saved",
-        ]
+        saved = "time saved: not measured" if latest.saved is None else f"{latest.saved:.3g} s saved"
+        said = [f"step {latest.step:,}", saved]
         said += [f"{seconds / len(steps):.3g} s per step"] if seconds else []
         said += [f"lines that are not whole: {self._torn}"] if self._torn else []
         yield f"{self._path}: {', '.join(said)}"
@@ -116,8 +114,6 @@ class Run:
         for role, sums in sorted(self._sums.items()):
             logical, wire, passed = (sum(one.parts().get(role, (0, 0, 0))[at] for one in steps) for at in range(3))
             row = {"role": role, "ratio": counters.ratio(*sums), "now": counters.ratio(logical, wire, passed)}
-            row |= {
-                "gbps": (logical + passed) / seconds / 1e9 if seconds else None,
-                "mb_step": (wire + passed) / len(steps) / 1e6,
-            }
+            speed = (logical + passed) / seconds / 1e9 if seconds else None
+            row |= {"gbps": speed, "mb_step": (wire + passed) / len(steps) / 1e6}
             yield tables.aligned(COLUMNS, row)

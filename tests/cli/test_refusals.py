@@ -53,7 +53,7 @@ REFUSED: dict[str, list[tuple[str, str]]] = {
         ("--params 7e9 --gpus 16 --network 10gbit/gpu --latency 1e12", "at most 1e9"),
         ("--params 1e9 --gpus 16 --network --gradients round", "NCCL groups pass lossy roles exact"),
         ("--params 1e9 --gpus 2 --gpus-per-node 1 --link 1gbit,20ms",
-         "--network 1gbit/gpu, or 1gbit/node for all GPUs of a node together; a delay goes into --latency"),
+         "--network 1gbit/gpu, or 1gbit/node for all GPUs of a node together; a delay is --latency"),
     ],
     "plan --params 1e9 --gpus 16 --gpus-per-node 4 --backend gloo --network 10gbit/gpu --live 0": [
         ("--params 0", "70e9"),

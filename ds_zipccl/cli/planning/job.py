@@ -11,7 +11,7 @@ import torch
 from ds_zipccl.cli import ToolError, files
 from ds_zipccl.cli.planning import speeds
 from ds_zipccl.cli.planning.operations import CODED, COPIED, GRADIENTS, PLAIN, TOTAL, StepTraffic
-from ds_zipccl.cli.planning.schedules import Coding, DeviceSchedules, HostSchedules, codings
+from ds_zipccl.cli.planning.schedules import Coding, DeviceSchedules, HostSchedules, Row, codings
 from ds_zipccl.cli.planning.user_job import UserJob
 from ds_zipccl.comm.engine import Settled
 from ds_zipccl.integration import bypassed
@@ -79,14 +79,8 @@ def unpredicted(job: UserJob, device: str, backend: str, settled: Settled | None
 
 
 def predict(
-    job: UserJob,
-    params: int,
-    ranks: int,
-    profile: LinkProfile,
-    found: Ratios,
-    device: str = "cpu",
-    trainable: int | None = None,
-) -> list[dict[str, Any]]:
+    job: UserJob, params: int, ranks: int, profile: LinkProfile, found: Ratios, device: str = "cpu", trainable: int | None = None
+) -> list[dict[str, Any]]:  # fmt: skip
     """Return a row for each line of a step, and a total; gloo groups of all ranks. ``trainable``: of ``params``, those that are trained;
     None: all.
 
@@ -106,7 +100,7 @@ def predict(
 
 def predict_on_device(
     job: UserJob, params: int, settled: Settled, found: Ratios, trainable: int | None = None
-) -> list[dict[str, Any]]:
+) -> list[Row]:
     """Return rows as :func:`predict` does, of groups in stream order whose speeds were measured. ``coded_ms`` is the time of the schedules
     that a job chooses, and ``choice`` may be "owners": the backend's own sums, for the owners of gradients alone."""
     assert settled.profile is not None  # otherwise unpredicted() has a reason

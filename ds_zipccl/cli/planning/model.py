@@ -128,9 +128,8 @@ def read(path: str) -> Model:
 
 def _gated(kind: str, content: Mapping[str, Any], whole: Callable[..., int]) -> Model:
     """Llama and its descendants."""
-    hidden, heads, layers, wide = map(
-        whole, ("hidden_size", "num_attention_heads", "num_hidden_layers", "intermediate_size")
-    )
+    hidden, heads, layers = map(whole, ("hidden_size", "num_attention_heads", "num_hidden_layers"))
+    wide = whole("intermediate_size")
     head = whole("head_dim", 128 if kind == "qwen3" else hidden // heads)
     grouped = head * whole("num_key_value_heads", heads if kind == "llama" else None)
     biased = kind in ("llama", "qwen3", "qwen3_moe") and content.get("attention_bias") is True

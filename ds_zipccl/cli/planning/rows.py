@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from ds_zipccl.cli import ToolError, tables
 from ds_zipccl.cli.planning.operations import CODED, PLAIN, SWITCHES, TOTAL, default_config, host_base, operations
-from ds_zipccl.cli.planning.schedules import DeviceSchedules, HostSchedules
+from ds_zipccl.cli.planning.schedules import DeviceSchedules, HostSchedules, Row
 from ds_zipccl.cli.tables import Column
 from ds_zipccl.policy.cost_model import HOP_S, STEP_S
 
@@ -192,9 +192,7 @@ def computing(args: argparse.Namespace) -> Computing | None:
     return Computing(args.tflops, args.tokens, args.flops, args.overlap)
 
 
-def whole_steps(
-    args: argparse.Namespace, communication: Sequence[dict[str, Any]], work: Computing
-) -> Iterator[dict[str, Any]]:
+def whole_steps(args: argparse.Namespace, communication: Sequence[Row], work: Computing) -> Iterator[Row]:
     """The totals of ``communication`` with the time of the whole step, columns as in ``plan --help``. ``communication``: the rows of
     ``args.gpus`` GPUs, plain ones first."""
     busy = work.seconds(args.active, args.accumulation)

@@ -145,10 +145,8 @@ class HostSchedules:
         ranks, part, crossing = self._ranks(op, schedule)
         points = tuple((size / crossing, seconds) for size, seconds in coding.profile.transfer)
         profile = replace(coding.profile, transfer=points)
-        return 1e3 * sum(
-            count * cost_model.predict(op, schedule, size * part, ranks, profile, coding.ratio)
-            for size, count in step.operations(self.args, line)
-        )
+        predict, sizes = cost_model.predict, step.operations(self.args, line)
+        return 1e3 * sum(n * predict(op, schedule, size * part, ranks, profile, coding.ratio) for size, n in sizes)
 
     def _copies_ms(self, line: StepTraffic, profile: LinkProfile) -> float:
         """Milliseconds of gathers that copy a base, whose own shard is compared at each copy and at each agreement."""
