@@ -275,8 +275,9 @@ def _scaling(args: argparse.Namespace, groups: Iterable[rows.Schedules], work: r
 
 
 def _check(args: argparse.Namespace) -> None:
-    if args.params is None or args.gpus is None:
-        raise ToolError("wanted are --gpus and --params or --model; or --validate, or --clusters")
+    wanted = {"--gpus": args.gpus, "--params or --model": args.params}
+    if missing := [option for option, value in wanted.items() if value is None]:
+        raise ToolError(f"missing: {' and '.join(missing)}; or ask for --validate or --clusters")
     if args.link:
         rate = link.name(args.link[0]).partition(",")[0]
         networks = f"--network {rate}/gpu, or {rate}/node for all GPUs of a node together; a delay is --latency US"

@@ -45,7 +45,8 @@ REFUSED: dict[str, list[tuple[str, str]]] = {
     ],
     "plan": [
         *COUNTS,
-        ("", "--gpus and --params or --model; or --validate"),
+        ("", "missing: --gpus and --params or --model; or ask for --validate"),
+        ("--gpus 16", "missing: --params or --model;"),
         ("--model missing.json --gpus 16", "cannot read the config of the model missing.json"),
         ("--adapter adapter --gpus 16", "--adapter adds to a model: name --model too"),
         ("--params 1e9 --trainable 2e9 --gpus 16", "--trainable is a part of --params or --model"),
