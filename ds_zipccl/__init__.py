@@ -19,14 +19,16 @@ _EXPORTS = {
     "ZipcclConfig": "ds_zipccl.config",
     "ConfigError": "ds_zipccl.config",
     "install": "ds_zipccl.integration.autoload",
+    "ZipcclCallback": "ds_zipccl.telemetry.trainer",
 }
-__all__ = [*_EXPORTS, "__version__"]
+__all__ = [*(name for name in _EXPORTS if name != "ZipcclCallback"), "__version__"]  # that one imports transformers
 
 if TYPE_CHECKING:
     from ds_zipccl.codecs import compress, compress_bound, compress_segments, decompress, decompress_add, region_hash
     from ds_zipccl.config import ConfigError, ZipcclConfig
     from ds_zipccl.frame import FrameError
     from ds_zipccl.integration.autoload import install
+    from ds_zipccl.telemetry.trainer import ZipcclCallback
 
 
 def __getattr__(name: str) -> Any:

@@ -30,15 +30,13 @@ COMMANDS: dict[tuple[str, ...], tuple[str, str]] = {
         "benchmarks.comm.bench",
         "time, bandwidth and bytes of collectives: plain, our schedule, compressed",
     ),
-    ("bench", "train"): (
-        "benchmarks.train.bench",
-        "whole training runs, plain and compressed, whose bits must be equal",
-    ),
+    ("bench", "train"): ("benchmarks.train.bench", "trainings, plain and compressed, whose bits must be equal"),
     ("bench", "sync"): (
         "benchmarks.sync",
         "bytes and speed of weight sync, compared with pairs of index and value and XOR with zstd",
     ),
     ("steps",): ("cli.steps", "ratios over a training, from its step logs"),
+    ("top",): ("cli.top", "a live view of a training, from its step log"),
     ("plan",): ("cli.plan", "predicted communication time of a training step; --validate compares with this machine"),
 }
 GROUPS = {"bench": "measurements: codec, comm, train, sync"}

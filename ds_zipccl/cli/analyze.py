@@ -11,14 +11,9 @@ Columns (also the keys of the rows in ``--json``). The last row is the total, wi
 * ``modes``: number of blocks of each mode that the encoder chose (FORMAT.md section 2).
 * ``wrong``: elements whose bits differ after decompress().
 
-``--lossy`` adds a second table (``lossy`` in ``--json``), a row for each tensor and codec, of tensors that a lossy codec takes:
-
-* ``bits``: bits per value, headers included, next to ``lossless``. ``error``: relative L2 error of one rounding, over the finite values.
-  ``small_error``: mean relative error of the values below a tenth of the root mean square, without zeros.
-* ``wrong``: elements of the decoded frame that differ from the rounded values, or that were NaN or infinite and are not the same any more.
-
-Tensors of dtypes without a codec travel raw, with ratio 1. A file is a safetensors file, or a torch.save() file of tensors in dicts and
-lists. A torch file with any other object is refused, and nothing in it is executed.
+``bench codec --corpus FILE --codec round:3`` measures lossy codecs on the tensors of a file. Tensors of dtypes without a codec travel raw,
+with ratio 1. A file is a safetensors file, or a torch.save() file of tensors in dicts and lists. A torch file with any other object is
+refused, and nothing in it is executed.
 
 The exit status is 1 if any element is wrong.
 """
@@ -26,15 +21,13 @@ The exit status is 1 if any element is wrong.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ds_zipccl.benchmarks import data
-from ds_zipccl.benchmarks.codec import lossy as lossy_trial
 from ds_zipccl.cli import ToolError, tables
 from ds_zipccl.cli.tables import Column
-from ds_zipccl.lossy import LossyCodec
 
 if TYPE_CHECKING:
     import torch
@@ -43,14 +36,6 @@ if TYPE_CHECKING:
     from ds_zipccl.cli.files import Loader
 
 DEFAULT_SPEC = data.Spec("normal")
-LOSSY_COLUMNS = (
-    Column("codec", width=30),
-    Column("lossless", ".2f"),
-    Column("bits", ".2f", 6),
-    Column("error", ".4f", 7),
-    Column("small_error", ".4f"),
-    Column("wrong", "d"),
-)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -59,24 +44,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     option("file", metavar="FILE", help="safetensors or torch file; - for synthetic data (--data)")
     option("--data", nargs="+", type=data.spec, metavar="D", help="data sets for -, see below (normal)")
     option("--numel", type=data.numel, default=1 << 20, metavar="N", help="elements of synthetic data (1M)")
-    option(
-        "--dtype",
-        nargs="+",
-        type=data.dtype,
-        default=["bfloat16"],
-        metavar="T",
-        help="bf16 fp16 fp32 of synthetic data (bf16)",
-    )
+    kinds = "bf16 fp16 fp32 of synthetic data (bf16)"
+    option("--dtype", nargs="+", type=data.dtype, default=["bfloat16"], metavar="T", help=kinds)
     option("--block", type=int, choices=data.BLOCKS, default=1024, help="elements per block (1024)")
     option("--route", default="auto", metavar="R", help="kernels (auto: the first that works)")
-    option(
-        "--lossy",
-        nargs="+",
-        type=partial(lossy_trial.named, ()),
-        default=[],
-        metavar="CODEC",
-        help="lossy codecs to measure too, such as round:3 (names and settings as in bench codec) (none)",
-    )
     option("--plot", metavar="PNG", help="draw the histogram of exponents (needs matplotlib)")
     option("--json", metavar="FILE", help="write the rows here too")
     parser.epilog = data.about()
@@ -96,25 +67,18 @@ def main(args: argparse.Namespace) -> int:
     tensors = dict(_synthetic(args)) if args.file == "-" else files.tensors(args.file)
     if not tensors:
         raise ToolError(f"{args.file} holds no tensor")
-    columns = _columns(max(map(len, tensors)))
-    table, rows = tables.Table(columns), []
-    lossy: list[dict[str, Any]] = []
+    table, rows = tables.Table(_columns(max(map(len, tensors)))), []
     for name, load in tables.progress(tensors.items(), "analyze", len(tensors)):
-        tensor = load()
-        rows.append(_row(name, tensor, args.block, args.route, drawing))
+        rows.append(_row(name, load(), args.block, args.route, drawing))
         table.add(rows[-1])
-        lossy += _lossy_rows(name, tensor, args.lossy, rows[-1]["ratio"], args.block, args.route)
     rows.append(_total(rows))
     table.add(rows[-1])
-    if lossy:
-        tables.say("")
-        tables.show((columns[0], *LOSSY_COLUMNS), lossy)
     if drawing:
         title = ", ".join(tensors) if args.file == "-" else args.file
         drawing.save(args.plot, title)
     if args.json:
-        tables.write_json(args.json, rows, args.command, block=args.block, **({"lossy": lossy} if args.lossy else {}))
-    return 1 if rows[-1]["wrong"] or any(row["wrong"] for row in lossy) else 0
+        tables.write_json(args.json, rows, args.command, block=args.block)
+    return 1 if rows[-1]["wrong"] else 0
 
 
 def _columns(name_width: int) -> tuple[Column, ...]:
@@ -147,21 +111,9 @@ def _row(name: str, tensor: torch.Tensor, block: int, route: str, drawing: Histo
     from ds_zipccl.benchmarks.exponents import MODES, Fields, block_tables, differing, exponents
 
     nbytes = tensor.numel() * tensor.element_size()
-    row: dict[str, Any] = {
-        "name": name,
-        "dtype": str(tensor.dtype).removeprefix("torch."),
-        "numel": tensor.numel(),
-        "zeros": None,
-        "entropy": None,
-        "block_entropy": None,
-        "bound": 1.0,
-        "ratio": 1.0,
-        "wrong": 0,
-        "logical_bytes": nbytes,
-        "bound_bytes": nbytes,
-        "frame_bytes": nbytes,
-        "modes": {},
-    }
+    row: dict[str, Any] = {"name": name, "dtype": str(tensor.dtype).removeprefix("torch."), "numel": tensor.numel()}
+    row |= dict.fromkeys(("zeros", "entropy", "block_entropy")) | {"bound": 1.0, "ratio": 1.0, "wrong": 0}
+    row |= dict.fromkeys(("logical_bytes", "bound_bytes", "frame_bytes"), nbytes) | {"modes": {}}
     if tensor.dtype not in codecs.CODED_DTYPES or tensor.layout != torch.strided or not tensor.numel():
         return row
     tensor = tensor.detach().contiguous()
@@ -185,54 +137,16 @@ def _row(name: str, tensor: torch.Tensor, block: int, route: str, drawing: Histo
 
 
 def _total(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    sums = {
-        key: sum(row[key] for row in rows) for key in ("numel", "wrong", "logical_bytes", "bound_bytes", "frame_bytes")
-    }
+    added = ("numel", "wrong", "logical_bytes", "bound_bytes", "frame_bytes")
+    sums = {key: sum(row[key] for row in rows) for key in added}
     modes = dict.fromkeys(mode for row in rows for mode in row["modes"])
     coded = [row for row in rows if row["entropy"] is not None]
     weight = sum(row["numel"] for row in coded)
-    means = {
-        key: sum(row[key] * row["numel"] for row in coded) / weight if weight else None
-        for key in ("zeros", "entropy", "block_entropy")
-    }
+    weighted = ("zeros", "entropy", "block_entropy")
+    means = {key: sum(row[key] * row["numel"] for row in coded) / weight if weight else None for key in weighted}
     return {
-        "name": "total",
-        "dtype": "",
-        **sums,
-        **means,
+        **{"name": "total", "dtype": "", **sums, **means},
         "modes": {mode: count for mode in modes if (count := sum(row["modes"].get(mode, 0) for row in rows))},
         "bound": sums["logical_bytes"] / sums["bound_bytes"] if sums["logical_bytes"] else 1.0,
         "ratio": sums["logical_bytes"] / sums["frame_bytes"] if sums["logical_bytes"] else 1.0,
     }
-
-
-def _lossy_rows(
-    name: str, tensor: torch.Tensor, wanted: Sequence[LossyCodec], ratio: float, block: int, route: str
-) -> Iterator[dict[str, Any]]:
-    """Yield a row for each codec, none for a tensor that no lossy codec takes. ``ratio``: of the lossless frame."""
-    import torch
-
-    from ds_zipccl import codecs
-
-    if tensor.dtype not in codecs.LOSSY_DTYPES or tensor.layout != torch.strided or not tensor.numel():
-        return
-    tensor = tensor.detach().contiguous()
-    for codec in wanted:
-        frame = codecs.compress(tensor, codec, lossy=True, block=block, shaped=False, checksum=False, route=route)
-        rounded = codecs.project(tensor, codec, route=route)
-        yield {
-            "name": name,
-            "codec": str(codec),
-            "lossless": 8 * tensor.element_size() / ratio,
-            "bits": 8 * frame.numel() / tensor.numel(),
-            **lossy_trial.errors(tensor, rounded),
-            "wrong": wrong(tensor, rounded, codecs.decompress(frame, route=route)),
-        }
-
-
-def wrong(tensor: torch.Tensor, rounded: torch.Tensor, decoded: torch.Tensor) -> int:
-    """Return the number of decoded elements that are not the rounded ones, and of values that were not finite and have changed."""
-    from ds_zipccl.benchmarks.exponents import differing
-
-    lost = ~tensor.isfinite().flatten()
-    return differing(decoded, rounded) + differing(rounded.flatten()[lost], tensor.flatten()[lost])

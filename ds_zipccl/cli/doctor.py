@@ -1,13 +1,11 @@
 """``doctor``: link, codec and hooks of a job on its real ranks, and the predicted gain for its DeepSpeed config. At most 30 s.
 
-    torchrun --nproc-per-node 2 -m ds_zipccl doctor --ds-config ds_config.json --params 1.3e9 --step-ms 420
+    torchrun --nproc-per-node 2 -m ds_zipccl doctor --ds-config ds_config.json --params 1.3e9 --step-ms 420 --explain
 
 Start the doctor by the launcher of the job, on all nodes: ``torchrun``, ``deepspeed --no_local_rank --module ds_zipccl doctor ...`` or
 ``accelerate launch -m ds_zipccl doctor ...``. Without a launcher it starts ``--ranks`` processes on this machine, joined by ``--link``.
 Rank 0 alone prints. A rank that fails ends the doctor on all ranks, with its reason. ``report`` builds the kernels, which may take longer
-than 30 s once.
-
-Lines:
+than 30 s once. Lines:
 
 * link: measured between the real ranks. Over gloo each rank sends to the next and receives from the previous one at the same time; the
   slowest rank counts; codec: speeds of one thread of that rank. NCCL groups of several nodes are proven and measured as a job does it at
@@ -19,14 +17,11 @@ Lines:
   plain_ms: the backend's own schedules. coded_ms: coded schedules; on NCCL groups those that the job chooses. choice: the schedule of the
   mode of the role, by which ms follows; reason: why a line passes. Mode auto also has raw frames, which are not predicted.
 
-Roles other than zero_param and zero_grad depend on the layers of the model and are not predicted. The ratio is that of ``--sample``,
-tensors as the job sends them, else of normal values; the ratio of differences is 4 unless ``--delta-ratio`` says otherwise. The step is
-predicted from ``--step-ms`` alone: the time of a step without communication, as measured by the user. Communication that overlaps with
-computing, as the gathers of ZeRO-3 may, costs less than predicted, coded or not. Several ranks of a node share a link: predictions are of
-one rank per node. Ranks of one machine share its cores and its loopback too, and a line says that the expectation does not hold there.
-
-``--trainable`` is for LoRA and partial fine-tuning, as in ``plan``: only these parameters have gradients, and gathers of the frozen rest
-are copies (choice "copies") from the second step on.
+Roles other than zero_param and zero_grad are not predicted. The ratio is that of ``--sample``, tensors as the job sends them, or of normal
+values. The step is predicted from ``--step-ms`` alone: the time of a step without communication, as measured by the user. Communication
+that overlaps with computing, as the gathers of ZeRO-3 may, costs less than predicted, coded or not. Several ranks of a node share a link:
+predictions are of one rank per node. ``--trainable`` is for LoRA and partial fine-tuning, as in ``plan``: gathers of the frozen rest are
+copies (choice "copies") from the second step on.
 
 ``--check`` compares predictions with the trainings of ``bench train`` on shaped links, as root: for each ``--link`` and workload the
 measured and the predicted factor, of communication (``exchange_ms``) and of steps, whose computing time is that of the plain run.
@@ -47,7 +42,7 @@ from ds_zipccl.benchmarks.links import link, namespaces
 from ds_zipccl.benchmarks.train import doctor_check
 from ds_zipccl.cli import ToolError, doctor_ranks, tables
 from ds_zipccl.cli.doctor_ranks import AgreedError, Ranks
-from ds_zipccl.cli.planning import user_job
+from ds_zipccl.cli.planning import model, user_job
 from ds_zipccl.cli.planning.operations import TOTAL
 from ds_zipccl.cli.planning.user_job import UserJob
 from ds_zipccl.cli.report import proofs
@@ -72,16 +67,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of ``doctor``."""
     option = parser.add_argument
     option("--ds-config", metavar="FILE", help="the DeepSpeed config of the job (none: link, codec and hooks alone)")
-    option("--params", type=tables.count(1e15), metavar="P", help="parameters of the model, such as 7e9")
-    option("--trainable", **tables.TRAINABLE)
-    option(
-        "--step-ms", type=tables.positive, metavar="MS", help="milliseconds of a step without communication, measured"
-    )
+    model.add_arguments(parser)
+    about = "milliseconds of a step without communication, measured"
+    option("--step-ms", type=tables.positive, metavar="MS", help=about)
     option("--sample", metavar="FILE", help="safetensors or torch file of tensors like the job's (normal values)")
     option("--delta-ratio", type=tables.positive, metavar="R", help="ratio of differences of parameters (4)")
     option("--ranks", type=int, default=2, metavar="N", help="processes on this machine, without a launcher (2)")
     link.add_arguments(parser)
     option("--timeout", type=tables.positive, default=30, metavar="S", help="seconds until the doctor gives up (30)")
+    about = "the outcome in sentences too: coded, plain and why, gain, what to change"
+    option("--explain", action="store_true", help=about)
     option("--json", metavar="FILE", help="write everything here too")
     doctor_check.add_arguments(parser)
 
@@ -103,13 +98,11 @@ def main(args: argparse.Namespace) -> int:
 
 
 def _check(args: argparse.Namespace) -> None:
-    if args.step_ms is not None and args.params is None:
+    sized = args.params or args.model
+    if args.step_ms is not None and not sized:
         raise ToolError("--step-ms is for predictions: name --params too, the number of parameters of the model")
-    if args.trainable is not None and not args.trainable <= (args.params or 0):
-        got = f"{args.trainable:g} of {args.params}"
-        raise ToolError(f"--trainable is a part of --params: wanted is at most that, got {got}")
-    if args.params is not None and args.ds_config is None:
-        raise ToolError("--params is for predictions: name --ds-config too, the DeepSpeed config of the job")
+    if sized and args.ds_config is None:
+        raise ToolError("--params and --model are for predictions: name --ds-config too, the config of the job")
     if args.ranks < 2:
         raise ToolError(f"--ranks must be at least 2, got {args.ranks}: one rank sends nothing")
     if len(args.link) != 1:
@@ -118,8 +111,7 @@ def _check(args: argparse.Namespace) -> None:
 
 
 def _start_ranks(args: argparse.Namespace) -> int:
-    if args.ds_config is not None:
-        user_job.read(args.ds_config)  # a wrong config is told before processes start
+    _read(args)  # a wrong file is told before processes start
     tables.complain(f"# no launcher: starting {args.ranks} ranks on this machine, {link.name(args.link[0])}")
     words = shlex.split(args.command)[len(shlex.split("python -m ds_zipccl")) :]
     with namespaces.joined(args.link[0], args.ranks, args.nodes) as network:
@@ -131,9 +123,8 @@ def _take_part(args: argparse.Namespace) -> int:
     first = os.environ["RANK"] == "0"
     if first:
         tables.complain(f"# waiting for {os.environ['WORLD_SIZE']} ranks, loading DeepSpeed")
-    config = args.ds_config
-    found = doctor_ranks.meet(lambda: "" if config is None else repr(user_job.read(config)), args.timeout)
-    job = None if config is None else user_job.read(config)
+    found = doctor_ranks.meet(lambda: repr(_read(args)[0] or ""), args.timeout)
+    job, args = _read(args)
     if first:
         tables.complain("# measuring link and codec")
     settled = _settle(job, found) if found.streams else None
@@ -162,21 +153,34 @@ def _take_part(args: argparse.Namespace) -> int:
     if missing:
         tables.say(f"       to do: {_remedy(found)}")
     more: dict[str, Any] = {
+        "backend": found.groups[1],
         "ranks": ranks,
         "nodes": found.nodes,
         "profile": profile.to_json() if profile else asdict(settled.profile) if settled and settled.profile else None,
         "kernels": proven,
         "hooks": [dict(report.hooks) for report in found.reports],
         "missing": missing,
+        "remedy": _remedy(found) if missing else "",
     }
     rows: list[dict[str, Any]] = []
     if job is not None:
         predicted = _predict(args, job, found, profile, settled)
         rows = predicted.pop("rows")
         more |= predicted
+    if args.explain:
+        from ds_zipccl.cli import explain  # imports torch, which `doctor --help` does not need
+
+        more["explained"] = list(explain.sentences(more | {"rows": rows}))
+        for sentence in ["", *more["explained"]]:
+            tables.say(sentence)
     if args.json:
         tables.write_json(args.json, rows, args.command, **more)
     return int(bool(missing))
+
+
+def _read(args: argparse.Namespace) -> tuple[UserJob | None, argparse.Namespace]:
+    """Return the job, None without a config, and the options with the sizes of the model's files."""
+    return user_job.read(args.ds_config) if args.ds_config else None, model.fill(args)
 
 
 def _settle(job: UserJob | None, found: Ranks) -> Settled | None:
@@ -224,19 +228,22 @@ def _predict(
 
     ranks = len(found.reports)
     device, backend = found.groups
-    tables.say(f"job:   ZeRO-{job.stage}, {job.dtype}: {coverage_here(job.config)}")
-    pipelined = bool(job.content.get("pipeline"))
-    notes = [*job.notes, *bypassed.lines(bypassed.Facts(job.content, device, backend, pipelined))]
+    covered, pipelined = coverage_here(job.config), bool(job.content.get("pipeline"))
+    tables.say(f"job:   ZeRO-{job.stage}, {job.dtype}: {covered}")
+    facts = bypassed.Facts(job.content, device, backend, pipelined)
+    features = [{"name": one.name, "cost": one.cost, "remedy": one.remedy} for one in bypassed.found(facts)]
+    known: dict[str, Any] = {"covered": covered, "bypassed": features}
+    notes = [*job.notes, *bypassed.lines(facts)]
     if 1 < found.nodes < ranks and not found.streams:
-        notes.append(
-            f"{ranks} ranks share the links of {found.nodes} nodes: the prediction is that of one rank per node"
-        )
+        notes.append(f"{ranks} ranks share the links of {found.nodes} nodes: the prediction is of one rank per node")
     for note in notes:
         tables.say(f"       {note}")
-    reason = "no --params" if args.params is None else job_plan.unpredicted(job, device, backend, settled)
+    if args.about:
+        tables.say(f"model: {args.about}")
+    reason = "no --params or --model" if args.params is None else job_plan.unpredicted(job, device, backend, settled)
     if reason:
         tables.say(f"expected: not predicted: {reason}")
-        return {"rows": [], "notes": notes, "unpredicted": reason}
+        return known | {"rows": [], "notes": notes, "unpredicted": reason}
     ratios = job_plan.ratios(job.dtype, args.sample, args.delta_ratio)
     tables.say(f"ratio: {ratios.values:.3f}, {ratios.about}")
     if profile is not None:
@@ -253,11 +260,5 @@ def _predict(
         why = f"{shared}, where coding takes time from computing"
         notes.append(f"this does not hold here: {why}; it is for one rank per node")
         tables.say(f"       {notes[-1]}")
-    return {
-        "rows": rows,
-        "notes": notes,
-        "ratio": ratios.values,
-        "ratio_about": ratios.about,
-        "comm_speedup": total["speedup"],
-        "step_speedup": speedup,
-    }
+    known |= {"ratio": ratios.values, "ratio_about": ratios.about}
+    return known | {"rows": rows, "notes": notes, "comm_speedup": total["speedup"], "step_speedup": speedup}

@@ -91,10 +91,8 @@ def hooks_found() -> dict[str, str]:
 
     if importlib.util.find_spec(DEEPSPEED) is None:
         return {DEEPSPEED: "not installed"}
-    off = next(
-        (f"{name}=0 turns the package off" for name in SWITCHES if os.environ.get(name, "").strip() == "0"),
-        "torch did not load the package before DeepSpeed",
-    )
+    zero = (f"{name}=0 turns the package off" for name in SWITCHES if os.environ.get(name, "").strip() == "0")
+    off = next(zero, "torch did not load the package before DeepSpeed")
     found = {}
     for name in (*autoload.ADJUSTED, *autoload.OPTIONAL):
         try:
@@ -199,9 +197,8 @@ def meet(check: Callable[[], str], patience: float) -> Ranks:
         store.set_timeout(wait)
         hooks = hooks_found()
         groups = " ".join(start_line.device_here()) if importlib.util.find_spec(DEEPSPEED) else "cpu gloo"
-        mine = RankReport(
-            socket.gethostname(), _printable(error), hashlib.sha256(text.encode()).hexdigest(), groups, hooks
-        )
+        digest = hashlib.sha256(text.encode()).hexdigest()
+        mine = RankReport(socket.gethostname(), _printable(error), digest, groups, hooks)
         keys = [f"ds_zipccl/doctor/{peer}" for peer in range(ranks)]
         store.set(keys[rank], mine.to_bytes())
         reports = tuple(RankReport.from_bytes(peer, store.get(key)) for peer, key in enumerate(keys))

@@ -48,14 +48,13 @@ NCCL_VARIABLES = {
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of ``report``."""
     parser.add_argument("--json", metavar="FILE", help="write everything here too")
-    parser.add_argument(
-        "--route", choices=("native", "numba", "cupy"),
-        help="try the routes of this name alone; cupy is compiled where no GPU is, too",
-    )  # fmt: skip
-    parser.add_argument(
-        "--require", action="append", choices=("cpu", "cuda"), default=[], metavar="DEVICE",
-        help="exit with 1 unless every route for this type of device works here: cpu or cuda; may be repeated",
-    )  # fmt: skip
+    tried = "try the routes of this name alone; cupy is compiled where no GPU is, too"
+    parser.add_argument("--route", choices=("native", "numba", "cupy"), help=tried)
+    devices, wanted = (
+        ("cpu", "cuda"),
+        "exit with 1 unless every route for this type of device, cpu or cuda, works; repeatable",
+    )
+    parser.add_argument("--require", action="append", choices=devices, default=[], metavar="DEVICE", help=wanted)
     parser.add_argument("--bundle", metavar="FILE", help="write one zip file for a bug report")
     attached = "with --bundle: files for it, such as the output of the job, its ds_config.json and its step_log"
     parser.add_argument("--attach", nargs="+", default=[], metavar="FILE", help=attached)
@@ -195,11 +194,8 @@ def routes(only: str | None = None) -> Mapping[str, str]:
     """Whether each route works here; ``only``: the routes of that name."""
     from ds_zipccl import kernels
 
-    found = {
-        f"{device} {name}": reason or USABLE
-        for device in kernels.ROUTES
-        for name, reason in kernels.why(device, only).items()
-    }
+    tried = ((device, *pair) for device in kernels.ROUTES for pair in kernels.why(device, only).items())
+    found = {f"{device} {name}": reason or USABLE for device, name, reason in tried}
     if only == "cupy" and "cuda" not in _devices():
         found["cuda cupy"] = _told(_compiled)
     return found
@@ -219,10 +215,8 @@ def _compiled() -> str:
 def builders() -> Mapping[str, str]:
     from ds_zipccl.op_builder.zipccl import BUILDERS
 
-    return {
-        name: "compatible" if builder().is_compatible(verbose=False) else "not compatible"
-        for name, builder in BUILDERS.items()
-    }
+    fits = {name: builder().is_compatible(verbose=False) for name, builder in BUILDERS.items()}
+    return {name: "compatible" if fit else "not compatible" for name, fit in fits.items()}
 
 
 def activation() -> Mapping[str, str]:
@@ -234,11 +228,8 @@ def activation() -> Mapping[str, str]:
         state = f"installed, but {AUTOLOAD_SWITCH}=0 turns it off"
     else:
         state = f"installed: {entries[0].value}"
-    return {
-        f"entry point in {ENTRY_GROUP}": state,
-        "DS_ZIPCCL means": _section(),
-        "on groups that DeepSpeed makes here": _told(_coverage),
-    }
+    here = {"DS_ZIPCCL means": _section(), "on groups that DeepSpeed makes here": _told(_coverage)}
+    return {f"entry point in {ENTRY_GROUP}": state, **here}
 
 
 def _coverage() -> str:

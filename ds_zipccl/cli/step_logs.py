@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from ds_zipccl.cli import ToolError, tables
+from ds_zipccl.cli import ToolError
 from ds_zipccl.telemetry import counters
 
 #: Role of the exchanges that have kinds.
@@ -19,13 +19,16 @@ _MOST = 1 << 63  # a larger number is no count
 @dataclass(frozen=True)
 class Step:
     """One line of a step log. ``sent``: role -> its counts, in the order of the arguments of counters.ratio(). ``kinds``: the same of
-    the kinds, such as "ep dispatch", which are in those of their role too."""
+    the kinds, such as "ep dispatch", which are in those of their role too. ``time``: in seconds since 1970; ``saved``: seconds saved since
+    the start of the job; None where the line does not tell."""
 
     step: int
     rates: tuple[float, ...]
     sent: Mapping[str, tuple[int, int, int]]
     differences: Mapping[str, int]
     kinds: Mapping[str, tuple[int, int, int]] = field(default_factory=dict)
+    time: float | None = None
+    saved: float | None = None
 
     def parts(self) -> dict[str, tuple[int, int, int]]:
         """Counts of the roles, and of the kinds, such as "ep dispatch"."""
@@ -49,8 +52,8 @@ def read(path: str, first: int = 0) -> list[Step]:
         with open(path, "rb") as file:
             for number, line in enumerate(file, 1):
                 try:
-                    steps.append(_parse(line))
-                except (_Malformed, RecursionError) as error:
+                    steps.append(parse(line))
+                except (Malformed, RecursionError) as error:
                     raise ToolError(f"{path}, line {number}: {error}") from None
     except OSError as error:
         raise ToolError(f"cannot read {path}: {error.strerror}") from error
@@ -61,59 +64,69 @@ def read(path: str, first: int = 0) -> list[Step]:
     return kept
 
 
-class _Malformed(ValueError):
+class Malformed(ValueError):
     """step_log.py writes no such line; the message says what was got and what was wanted."""
 
 
-def _parse(line: bytes) -> Step:
+def parse(line: bytes) -> Step:
+    """Return the step of a line.
+
+    Raises:
+        Malformed, RecursionError: no training writes such a line.
+    """
     try:
         found = json.loads(line)
     except ValueError:
         found = None
     if not isinstance(found, dict):
         hint = "remove the line if the training was killed in the middle of it"
-        raise _Malformed(f"got {_short(line)}, wanted a JSON object; {hint}")
+        raise Malformed(f"got {_short(line)}, wanted a JSON object; {hint}")
     rates = found.get("lr", [])
-    if not isinstance(rates, list) or not all(type(rate) in (int, float) and abs(rate) < _MOST for rate in rates):
-        raise _Malformed(f'"lr" is {_short(rates)}, wanted a list of finite numbers')
+    if not isinstance(rates, list) or not all(map(_number, rates)):
+        raise Malformed(f'"lr" is {_short(rates)}, wanted a list of finite numbers')
     from ds_zipccl.config import ROLES
 
     sent = {}
     for role, counts in _object(found, "roles").items():
         if role not in ROLES:
-            raise _Malformed(f"got the role {_short(role)}, wanted one of {', '.join(ROLES)}")
+            raise Malformed(f"got the role {_short(role)}, wanted one of {', '.join(ROLES)}")
         sent[role] = _sent(role, counts)
     kinds = {kind: _sent(kind, counts) for kind, counts in _object({"kinds": {}} | found, "kinds").items()}
     differences = _object(found, "differences")
     for reason in differences:
         _count(differences, reason)
-    return Step(_count(found, "step"), tuple(map(float, rates)), sent, differences, kinds)
+    clocks = [found.get(key) for key in ("time", "seconds_saved")]
+    if not all(value is None or _number(value) for value in clocks):
+        raise Malformed(f'"time" and "seconds_saved" are {_short(clocks)}, wanted finite numbers')
+    return Step(_count(found, "step"), tuple(map(float, rates)), sent, differences, kinds, *clocks)
+
+
+def _number(value: Any) -> bool:
+    return type(value) in (int, float) and abs(value) < _MOST
 
 
 def _sent(role: str, counts: Any) -> tuple[int, int, int]:
     """Logical, wire and passed bytes of a role or a kind."""
     if not isinstance(counts, dict):
-        raise _Malformed(f'"{role}" is {_short(counts)}, wanted an object with {", ".join(_BYTES)}')
-    if tables.OLD_BYTES in counts:
-        raise _Malformed(f'"{role}" has "{tables.OLD_BYTES}": {tables.OLD_NAMES[tables.OLD_BYTES]}')
+        raise Malformed(f'"{role}" is {_short(counts)}, wanted an object with {", ".join(_BYTES)}')
     logical, wire, passed = (_count(counts, key) for key in _BYTES)
     ratio = counters.ratio(logical, wire, passed)
     if counts.get("ratio") != ratio:
-        raise _Malformed(f'"ratio" of {role} is {_short(counts.get("ratio"))}, its bytes give {ratio}')
+        raise Malformed(f'"ratio" of {role} is {_short(counts.get("ratio"))}, its bytes give {ratio}')
     return logical, wire, passed
 
 
 def _object(found: Mapping[str, Any], key: str) -> dict[str, Any]:
     value = found.get(key)
     if not isinstance(value, dict) or not all(map(str.isprintable, value)):  # keys are shown on a terminal
-        raise _Malformed(f'"{key}" is {_short(value)}, wanted an object with printable keys')
+        raise Malformed(f'"{key}" is {_short(value)}, wanted an object with printable keys')
     return value
 
 
 def _count(found: Mapping[str, Any], key: str) -> int:
     value = found.get(key)
     if type(value) is not int or not 0 <= value < _MOST:
-        raise _Malformed(f'"{key}" is {_short(value)}, wanted an integer >= 0')
+        raise Malformed(f'"{key}" is {_short(value)}, wanted an integer >= 0')
     return value
 
 

@@ -6,8 +6,7 @@ A row per file and role (also in ``--json``); the exchanges of experts have rows
 the row ``ep``. Every ratio is of all bytes of the role, coded or passed through:
 
 * ``steps``: number of steps in which the role sent bytes. ``mean``, ``min``, ``max``: of their ratios.
-* ``ratio``: all logical bytes / all wire bytes. ``first``, ``middle``, ``last``: the same over the first tenth of the steps, the steps
-  between, and the last tenth.
+* ``ratio``: all logical / all wire bytes. ``first``, ``middle``, ``last``: of the first tenth of the steps, the middle, the last tenth.
 
 A line for each file has the number of shards that went as differences from the last step, and the reasons of those that went in full.
 A file may hold several runs, one after the other, as when a training resumes from a checkpoint.
@@ -46,9 +45,8 @@ def main(args: argparse.Namespace) -> int:
     columns = (Column("file", width=max(map(len, logs))), Column("role", width=15), Column("steps", ",d", 7))
     every = (row for path, steps in logs.items() for row in rows(path, steps))
     found = tables.show((*columns, *tables.alike(_RATIOS, ".3f", 7)), every)
-    reasons = {
-        path: dict(sum((Counter(step.differences) for step in steps), Counter())) for path, steps in logs.items()
-    }
+    counted = {path: (Counter(step.differences) for step in steps) for path, steps in logs.items()}
+    reasons = {path: dict(sum(counts, Counter())) for path, counts in counted.items()}
     for path, counts in reasons.items():
         if counts:
             tables.say(f"{path}, shards: " + ", ".join(f"{reason} {count}" for reason, count in sorted(counts.items())))

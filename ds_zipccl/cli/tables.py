@@ -24,12 +24,6 @@ T = TypeVar("T")
 
 #: Packages on whose versions figures depend.
 PACKAGES = ("torch", "deepspeed", "numpy", "numba", "safetensors")
-OLD_BYTES = "raw_bytes"
-#: Keys that files of earlier versions have -> remedy.
-OLD_NAMES = {
-    OLD_BYTES: 'an earlier version wrote this file; the key is now "logical_bytes": rename it in the file, or measure again',
-    "mode": 'an earlier version wrote this file; the key is now "workload": rename it in the file, or measure again',
-}
 
 
 @dataclass(frozen=True)
@@ -39,11 +33,6 @@ class Column:
     key: str
     style: str = ""
     width: int = 0
-    title: str = ""
-
-    @property
-    def head(self) -> str:
-        return self.title or self.key
 
     def text(self, value: Any) -> str:
         if isinstance(value, Mapping):
@@ -51,13 +40,19 @@ class Column:
         return "-" if value is None else format(value, self.style)
 
     def align(self, text: str) -> str:
-        width = max(self.width, len(self.head))
+        width = max(self.width, len(self.key))
         return text.rjust(width) if self.style else text.ljust(width)
 
 
 def alike(keys: str, style: str, width: int = 0) -> tuple[Column, ...]:
     """Columns of one style and width; ``keys``: separated by spaces."""
     return tuple(Column(key, style, width) for key in keys.split())
+
+
+def aligned(columns: Sequence[Column], row: Mapping[str, Any] | None = None) -> str:
+    """Return the line of a row, without one the line of the heads. Keys without a column are left out. None and {} show as "-"."""
+    cells = (column.align(column.key if row is None else column.text(row[column.key])) for column in columns)
+    return " ".join(cells).rstrip()
 
 
 class Table:
@@ -68,11 +63,11 @@ class Table:
         self._begun = False
 
     def add(self, row: Mapping[str, Any]) -> None:
-        """Print ``row``. Keys without a column are left out. None and an empty dict show as "-"."""
+        """Print ``row``, see :func:`aligned`."""
         if not self._begun:
             self._begun = True
-            say(" ".join(column.align(column.head) for column in self._columns).rstrip())
-        say(" ".join(column.align(column.text(row[column.key])) for column in self._columns).rstrip())
+            say(aligned(self._columns))
+        say(aligned(self._columns, row))
 
 
 def show(columns: Sequence[Column], rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -118,12 +113,9 @@ def machine() -> dict[str, Any]:
     """Host description for a results file: system, processor, number of processors that this process may use, memory in bytes."""
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     pages = os.sysconf("SC_PHYS_PAGES") if "SC_PHYS_PAGES" in os.sysconf_names else 0
-    return {
-        "system": platform.platform(),
-        "processor": _processor(),
-        "processors": usable,
-        "memory_bytes": pages * os.sysconf("SC_PAGE_SIZE") if pages else None,
-    }
+    memory = pages * os.sysconf("SC_PAGE_SIZE") if pages else None
+    processor = {"processor": _processor(), "processors": usable}
+    return {"system": platform.platform(), **processor, "memory_bytes": memory}
 
 
 def _processor() -> str:
@@ -161,14 +153,6 @@ def count(most: float) -> Callable[[str], int]:
         return int(value)
 
     return parsed
-
-
-#: The option ``--trainable`` of ``plan`` and ``doctor``.
-TRAINABLE: dict[str, Any] = {
-    "type": count(1e15),
-    "metavar": "P",
-    "help": "parameters that are trained, such as 20e6 with LoRA (all)",
-}
 
 
 def check_outputs(args: argparse.Namespace) -> None:
@@ -209,20 +193,16 @@ def write_json(path: str, rows: Sequence[Mapping[str, Any]], command: str, **mor
         raise ToolError(f"cannot write {path}: {error.strerror}") from error
 
 
-def read_json(path: str) -> dict[str, Any]:
-    """Content of a results file.
+def read_json(path: str, what: str = "") -> dict[str, Any]:
+    """Content of a JSON file. ``what``: it is, followed by a space.
 
     Raises:
-        ToolError: the file cannot be read, is not a JSON object, or has keys of an earlier version in its rows.
+        ToolError: the file cannot be read, or is not a JSON object.
     """
     try:
         content = json.loads(Path(path).read_text())
     except (OSError, ValueError) as error:
-        raise ToolError(f"cannot read {path}: {error}") from error
+        raise ToolError(f"cannot read {what}{path}: {getattr(error, 'strerror', None) or error}") from error
     if not isinstance(content, dict):
-        raise ToolError(f"cannot use {path}: it holds a {type(content).__name__}, wanted is a JSON object")
-    rows = content.get("rows")
-    keys = {key for row in rows if isinstance(row, dict) for key in row} if isinstance(rows, list) else set()
-    for old in sorted(keys & set(OLD_NAMES)):
-        raise ToolError(f'cannot use {path}: its rows have "{old}": {OLD_NAMES[old]}')
+        raise ToolError(f"cannot use {what}{path}: it holds a {type(content).__name__}, wanted is a JSON object")
     return content

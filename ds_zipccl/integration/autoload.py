@@ -33,6 +33,7 @@ OPTIONAL = (
     "deepspeed.module_inject.auto_ep_layer",
     "deepspeed.moe.ep_tp_dispatch",
     "deepspeed.module_inject.auto_ep_folding",
+    "deepspeed.env_report",
 )
 #: Modules behind the hooks. They import DeepSpeed: its modules wait for their hooks while one of these is being executed.
 _BEHIND = ("ds_zipccl.integration.hooks", "ds_zipccl.integration.backend")

@@ -27,6 +27,7 @@ from ds_zipccl.telemetry import comms_log, monitor, table
 
 _COMM = "deepspeed.comm.comm"
 _PARTITION = "deepspeed.runtime.zero.partition_parameters"
+_REPORT = "deepspeed.env_report"
 #: DeepSpeed's class, by name, that stands for the optimizer of ZeRO-3 where nothing is trained.
 _WITHOUT_STEPS = "DeepSpeedZeRoOffload"
 #: Kinds of the exchanges in the forward of a MoE layer, in the order of DeepSpeed's calls.
@@ -167,6 +168,19 @@ def _take_step(original: Callable[..., Any], engine: Any, *args: Any, **kwargs: 
         if engine.monitor.enabled:
             engine.monitor.write_events(monitor.events(engine.global_samples))
     return result
+
+
+def _report_ops(original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+    """Let ds_report list our op builders too. DeepSpeed takes none from others: its table is replaced for this call."""
+    from ds_zipccl.op_builder.zipccl import BUILDERS
+
+    report: Any = sys.modules[_REPORT]
+    usual = report.ALL_OPS
+    report.ALL_OPS = {**usual, **{name: builder() for name, builder in BUILDERS.items()}}
+    try:
+        original(*args, **kwargs)
+    finally:
+        report.ALL_OPS = usual
 
 
 def _save_checkpoint(original: Callable[..., Any], engine: Any, *args: Any, **kwargs: Any) -> Any:
@@ -380,6 +394,7 @@ hook_points.declare(
         )
     ),
     _of_equal("deepspeed.moe.ep_tp_dispatch", "_AllGatherVariableRows.backward", first=("ctx",)),
+    HookPoint(_REPORT, "op_report", _report_ops, (), without="ds_report does not list our op builders", optional=True),
     # the engine may have copied the name already
     _of_equal("deepspeed.module_inject.auto_ep_folding", "reduce_autoep_folding_gradient", first=(), copies=(_ENGINE,)),
 )

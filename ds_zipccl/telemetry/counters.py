@@ -229,6 +229,12 @@ def saved() -> dict[str, tuple[float, float, int]]:
         return dict(_saved)
 
 
+def seconds_saved() -> float | None:
+    """Return the seconds that calls and steps together have saved so far; None where no trial has measured any."""
+    found = [seconds for clock, (seconds, *_) in saved().items() if clock]
+    return sum(found) if found else None
+
+
 def _lossy_of(role: str, op: str) -> _LossyCounts:
     """Return the counts of lossy frames of one (role, op). The caller holds the lock."""
     return _lossy.setdefault((role, op), _LossyCounts())

@@ -1,10 +1,11 @@
 """The ``"step_log"``: a file with one JSON line per optimizer step about the traffic of this rank.
 
-    {"step": 20, "lr": [0.0003],
+    {"step": 20, "lr": [0.0003], "time": 1795766400.25, "seconds_saved": 3.5,
      "roles": {"zero_param": {"logical_bytes": 0, "wire_bytes": 0, "passed_bytes": 4096, "ratio": 1.0}},
      "kinds": {},
      "differences": {"as differences": 3, "a rank holds something else": 1}}
 
+``time`` is that of the line, in seconds since 1970. ``seconds_saved`` is there once a trial has measured any, and counts from the start on.
 ``kinds`` has the same counts of calls with a kind, which are in those of their role too: of the exchanges of experts "ep dispatch",
 "ep combine", "ep combine.bwd" and "ep dispatch.bwd". ``logical_bytes`` and ``wire_bytes`` are of coded calls, ``passed_bytes`` of passed
 calls; ratio = (logical + passed) / (wire + passed). A role whose lossy frames were sampled has the key ``error`` too, the relative L2 error
@@ -18,6 +19,7 @@ from __future__ import annotations
 
 import io
 import json
+import time
 from collections.abc import Sequence
 
 from ds_zipccl.telemetry import counters
@@ -55,6 +57,8 @@ class StepLog:
         line = {
             "step": step,
             "lr": list(rates),
+            "time": round(time.time(), 3),
+            **({} if (seconds := counters.seconds_saved()) is None else {"seconds_saved": seconds}),
             "roles": {role: {**sent, **errors.get(role, {})} for role, sent in found["roles"].items()},
             "kinds": found["kinds"],
             "differences": differences,

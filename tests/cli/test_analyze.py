@@ -19,8 +19,6 @@ from ds_zipccl.__main__ import main
 from ds_zipccl.benchmarks import data
 from ds_zipccl.benchmarks.codec import trial
 from ds_zipccl.benchmarks.exponents import Fields, block_tables, differing, entropy, exponents
-from ds_zipccl.cli.analyze import wrong
-from ds_zipccl.lossy import Round
 
 
 @pytest.fixture
@@ -185,36 +183,6 @@ def test_plot_without_matplotlib(monkeypatch: pytest.MonkeyPatch, capsys: pytest
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     monkeypatch.delitem(sys.modules, "ds_zipccl.benchmarks.plots", raising=False)
     assert_refused("analyze - --numel 4K --plot x.png".split(), "pip install matplotlib", capsys)
-
-
-def test_analyze_measures_lossy_codecs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    torch.manual_seed(1)
-    tensors = {"a": torch.randn(70_000).bfloat16(), "b": torch.randn(3000), "ids": torch.arange(4000)}
-    tensors["a"][:3] = torch.tensor([math.nan, math.inf, -math.inf])
-    path = tmp_path / "model.safetensors"
-    save_file(tensors, path)
-    found = outcome(tmp_path, f"analyze {path} --lossy round:2 round:5")
-    rows = {(row["name"], row["codec"]): row for row in found["lossy"]}
-    assert len(rows) == 4 and all(row["wrong"] == 0 for row in rows.values())
-    for (name, codec), row in rows.items():
-        bits = int(codec[-1])
-        frame = codecs.compress(tensors[name], Round(bits), lossy=True, shaped=False, checksum=False)
-        assert row["bits"] == 8 * frame.nbytes / tensors[name].numel()
-        assert row["error"] == pytest.approx(0.212 * 2**-bits, rel=0.08)
-        assert row["lossless"] - row["bits"] == pytest.approx({"a": 7, "b": 23}[name] - bits, abs=0.2)
-        assert 0 < row["small_error"] < row["error"]
-    assert "round mantissa 2" in capsys.readouterr().out
-
-
-def test_wrong_values_are_seen() -> None:
-    x = torch.tensor([3.0, 4.0, 0.0, 0.01, math.nan, math.inf])
-    y = torch.tensor([3.0, 4.0, 0.0, 0.02, math.nan, math.inf])
-    assert wrong(x, y, y) == 0 and wrong(x, y, x) == 1
-    lost = torch.where(x.isfinite(), x, torch.zeros(()))
-    assert wrong(x, lost, lost) == 2, "values that were not finite must stay"
-
-
-# ---------------------------------------------------------------- data and statistics
 
 
 @pytest.mark.parametrize("name", data.DATA)

@@ -22,7 +22,7 @@ from safetensors.torch import save_file
 from ds_zipccl.__main__ import main
 from ds_zipccl.benchmarks.links import link, namespaces
 from ds_zipccl.benchmarks.train import doctor_check
-from ds_zipccl.cli import ToolError, doctor_ranks
+from ds_zipccl.cli import ToolError, doctor_ranks, explain
 from ds_zipccl.cli.doctor_ranks import RankReport
 from ds_zipccl.cli.planning import job as job_plan
 from ds_zipccl.cli.planning import operations as step_plan
@@ -70,9 +70,9 @@ def test_a_wrong_config_says_what_to_do(changes: dict[str, Any], message: str, t
 
 
 def test_files_that_are_no_config(tmp_path: Path) -> None:
-    with pytest.raises(ToolError, match=r"cannot read the DeepSpeed config .*No such file.*on every node"):
+    with pytest.raises(ToolError, match=r"cannot read the DeepSpeed config of the job .*: No such file"):
         user_job.read(str(tmp_path / "missing.json"))
-    for text, message in (("{", "is not JSON"), ("[]", "holds a list, wanted is an object")):
+    for text, message in (("{", "cannot read the .* Expecting"), ("[]", "holds a list, wanted is a JSON object")):
         (tmp_path / "wrong.json").write_text(text)
         with pytest.raises(ToolError, match=message):
             user_job.read(str(tmp_path / "wrong.json"))
@@ -153,10 +153,8 @@ def test_zero3_keeps_parameters_for_the_backward_pass(
     changes = {"zipccl": {"enabled": True, "zero3_base": base}, "gradient_accumulation_steps": 1}
     changes["zero_optimization"] = {"stage": 3} | {f"stage3_{key}": value for key, value in zero.items()}
     job = user_job.read(written(tmp_path, **changes))
-    args = argparse.Namespace(
-        params=11_615_680, trainable=None, zero=3, accumulation=1, gradients=None, zero3_base=base, delta="auto", dtype="bfloat16"
-    )  # fmt: skip
-    moved = sum(line.part * line.times for line in step_plan.traffic(args, job.buckets))
+    args = argparse.Namespace(**job.options(), params=11_615_680, trainable=None)
+    moved = sum(line.part * line.times for line in step_plan.traffic(args))
     assert moved == pytest.approx(volume, abs=2e-4)
     predicted = job_plan.predict(job, args.params, 2, FAST, NORMAL)
     spent = sum(row["plain_ms"] for row in predicted if row["what"].startswith("parameters"))
@@ -203,6 +201,47 @@ def test_lines_that_pass_and_why(tmp_path: Path) -> None:
     *lines, total = job_plan.predict(job, PARAMS, 2, slow, NORMAL)
     assert all(row["reason"].startswith(PassReason.PLAIN_IS_FASTER.value) for row in lines)
     assert total["speedup"] == 1
+
+
+def explained(job: user_job.UserJob, **changes: Any) -> str:
+    rows = job_plan.predict(job, PARAMS, 2, FAST, NORMAL)
+    features = [{"name": "DeepEP", "cost": "rows go plain", "remedy": "leave it out"}]
+    found = {"backend": "gloo", "ranks": 2, "missing": [], "remedy": "", "covered": "codes cpu tensors over gloo", "rows": rows,
+             "bypassed": features, "notes": ["bypassed: DeepEP: all", "open"], "comm_speedup": rows[-1]["speedup"],
+             "step_speedup": 1.25}  # fmt: skip
+    return "\n".join(explain.sentences(found | changes))
+
+
+def test_the_verdict_in_sentences_is_that_of_the_table(tmp_path: Path) -> None:
+    job = user_job.read(written(tmp_path, zipccl={"enabled": True, "mode": "always", "delta": "off"}))
+    gradients, parameters, total = job_plan.predict(job, PARAMS, 2, FAST, NORMAL)
+    said = explained(job)
+    assert said.splitlines() == [
+        "On gloo groups of 2 ranks ds_zipccl codes cpu tensors over gloo.",
+        f"Gradients are coded ({gradients['ms']:,.1f} ms per step in place of {gradients['plain_ms']:,.1f}).",
+        f"Parameters are coded ({parameters['ms']:,.1f} ms per step in place of {parameters['plain_ms']:,.1f}).",
+        "DeepEP bypasses ds_zipccl: rows go plain.",
+        f"Communication gains a factor of {total['speedup']:.2f}: it takes {total['ms']:,.1f} ms per step, "
+        f"plain {total['plain_ms']:,.1f} ms.",
+        "The step gains a factor of 1.25, if communication hides behind no computing.",
+        "Note: open.",
+        "To change: DeepEP: leave it out.",
+    ]
+    job = user_job.read(written(tmp_path, zipccl={"enabled": True, "mode": "never", "delta": "off"}))
+    said = explained(job, bypassed=[], step_speedup=None)
+    assert (
+        f"Gradients stay plain ({gradients['plain_ms']:,.1f} ms per step), because of this: {PassReason.ROLE.value}."
+        in said
+    )
+    assert "Communication gains nothing" in said and "give its time without communication by --step-ms" in said
+    assert "No feature that the config names bypasses ds_zipccl." in said
+    assert said.endswith(f"To change: {PassReason.ROLE.remedy}")
+    said = explained(job, unpredicted="no --params", rows=[], bypassed=[], missing=["one"], remedy="pip install it")
+    assert "The gain is not predicted, because of this: no --params." in said and said.startswith(
+        "Hooks in DeepSpeed are missing (1)"
+    )
+    assert said.endswith("To change: repair the hooks: pip install it.")
+    assert "\n".join(explain.sentences({"missing": []})) == ("No job is known: name its config with --ds-config.")
 
 
 def test_jobs_without_a_prediction(tmp_path: Path) -> None:
@@ -265,7 +304,7 @@ def test_real_ranks(tmp_path: Path) -> None:
     assert "the config of rank 1" in first[differing]["text"] and "same DS_ZIPCCL" in first[differing]["text"]
     said = first[unhooked]["text"]
     assert "deepspeed.runtime.zero.stage3: TypeError" in said and "(rank 1 on" in said
-    assert "11 modules of DeepSpeed known, 1 missing" in said
+    assert "12 modules of DeepSpeed known, 1 missing" in said
     assert "kernels: cpu native: proven by " in said
     assert "expected: communication" in said and "step not predicted" not in said
     assert "this does not hold here: 2 ranks share the cores of one machine and its loopback" in said
@@ -278,6 +317,9 @@ def test_real_ranks(tmp_path: Path) -> None:
     total = written_file["rows"][-1]
     assert written_file["comm_speedup"] == total["plain_ms"] / total["ms"]
     assert all(outcome == "" for outcome in written_file["hooks"][0].values())
+    assert f"factor of {written_file['step_speedup']:.2f}" in said and said.endswith(
+        "\n".join(written_file["explained"]) + "\n"
+    )
     assert written_file["step_speedup"] == (100 + total["plain_ms"]) / (100 + total["ms"])
 
 
@@ -356,7 +398,7 @@ def _rank(folder: Path) -> None:
         module = importlib.import_module(name)
         hooks.adopt = None  # type: ignore[assignment]
         autoload._adjust(module)
-    done.append(_run(rank, good, "--step-ms", "100", "--json", str(folder / "doctor.json")))
+    done.append(_run(rank, good, "--step-ms", "100", "--explain", "--json", str(folder / "doctor.json")))
     (folder / f"rank{rank}.json").write_text(json.dumps(done))
 
 

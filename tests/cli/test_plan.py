@@ -255,16 +255,6 @@ def test_cuda_rows_are_read(tmp_path: Path) -> None:
     assert "64 MiB" in found.about
 
 
-@pytest.mark.parametrize(("old", "new"), [("raw_bytes", "logical_bytes"), ("mode", "workload")])
-def test_files_of_earlier_versions_are_named(
-    old: str, new: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    path = tmp_path / "old.json"
-    path.write_text(json.dumps({"rows": [{"variant": "plain"}, {old: 1}]}))
-    said = f'its rows have "{old}": an earlier version wrote this file; the key is now "{new}"'
-    assert_refused([*WORDS.split(), "--profile", str(path)], said, capsys)
-
-
 def test_validate_and_what_it_writes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "validate.json"
     words = ["plan", "--validate", "--op", "all_gather", "broadcast", "--numel", "64K", "--repeats", "1"]

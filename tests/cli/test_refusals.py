@@ -38,19 +38,23 @@ REFUSED: dict[str, list[tuple[str, str]]] = {
         ("--step-ms 400", "name --params too"),
         ("--trainable 1e9", "--trainable is a part of --params"),
         ("--ranks 1", "--ranks must be at least 2"),
-        ("--ds-config missing.json", "cannot read the DeepSpeed config missing.json"),
+        ("--ds-config missing.json", "cannot read the DeepSpeed config of the job missing.json"),
         ("--params -1", "is not a whole number from 1"),
         ("--check zero2", "--check wants a --link of a given rate"),
         ("--check zero2 --link 1gbit --steps 3", "need --steps > --skip"),
     ],
     "plan": [
         *COUNTS,
-        ("", "--params and --gpus, or --validate"),
+        ("", "missing: --gpus and --params or --model; or ask for --validate"),
+        ("--gpus 16", "missing: --params or --model;"),
+        ("--model missing.json --gpus 16", "cannot read the config of the model missing.json"),
+        ("--adapter adapter --gpus 16", "--adapter adds to a model: name --model too"),
+        ("--params 1e9 --trainable 2e9 --gpus 16", "--trainable is a part of --params or --model"),
         ("--nosuch", "plan: error: unknown: --nosuch; python -m ds_zipccl plan --help lists the options"),
         ("--params 7e9 --gpus 16 --network 10gbit/gpu --latency 1e12", "at most 1e9"),
         ("--params 1e9 --gpus 16 --network --gradients round", "NCCL groups pass lossy roles exact"),
         ("--params 1e9 --gpus 2 --gpus-per-node 1 --link 1gbit,20ms",
-         "--network 1gbit/gpu, or 1gbit/node for all GPUs of a node together; a delay goes into --latency"),
+         "--network 1gbit/gpu, or 1gbit/node for all GPUs of a node together; a delay is --latency"),
     ],
     "plan --params 1e9 --gpus 16 --gpus-per-node 4 --backend gloo --network 10gbit/gpu --live 0": [
         ("--params 0", "70e9"),
@@ -59,7 +63,7 @@ REFUSED: dict[str, list[tuple[str, str]]] = {
         ("--link 10gbit", "write --backend gloo --network 10gbit/gpu, or 10gbit/node for all GPUs"),
         ("--network 10gbit", "write 10gbit/node for all cards of a node, or 10gbit/gpu"),
         ("--network 1gbit/gpu 2gbit/gpu", "one --network"),
-        ("--trainable 2e9", "--trainable must be at most --params"),
+        ("--trainable 2e9", "--trainable is a part of --params or --model"),
         ("--zero 4", "1, 2, 3"),
         ("--ratio 0", "above 0"),
         ("--latency -1", "above 0"),
@@ -69,7 +73,7 @@ REFUSED: dict[str, list[tuple[str, str]]] = {
         ("--delta on", "auto"),
         ("--owner-only on", "auto"),
         ("--zero3-base disk", "host"),
-        ("--zero3-base host --zero 2", "wants --zero 3"),
+        ("--zero3-base host --zero 2", "add --zero 3"),
         ("--zero3-base host --delta off", "--delta auto"),
         ("--dtype e4m3", "float32"),
         ("--profile /nonexistent", "cannot read"),
@@ -93,7 +97,7 @@ REFUSED: dict[str, list[tuple[str, str]]] = {
         ("--network --tflops 400", "wants --tflops and --tokens"),
         ("--network --plot x.png", "wants --tflops and --tokens"),
         ("--network --tflops 0 --tokens 1", "above 0"),
-        ("--network --tflops 1 --tokens 1 --overlap 1.5", "overlap from 0 to 1"),
+        ("--network --tflops 1 --tokens 1 --overlap 1.5", "--overlap is wanted from 0 to 1"),
         ("--network --path 0", "--path must be above 0"),
         ("--network --hop -1", "--hop at least 0"),
     ],
@@ -185,7 +189,7 @@ def test_refused_links(text: str, message: str, capsys: pytest.CaptureFixture[st
 
 #: Every command that writes a file, with an option of each kind that it has.
 WRITERS = [
-    *[[*words, "--json"] for words in COMMANDS],
+    *[[*words, "--json"] for words in COMMANDS if words != ("top",)],
     *[[*words, "--plot"] for words in (("analyze", "-"), ("bench", "train"), ("steps", "-"), ("plan",))],
 ]
 

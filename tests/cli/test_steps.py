@@ -154,7 +154,6 @@ MALFORMED = {
     "bytes below 0": (role(wire_bytes=-2), '"wire_bytes" is -2, wanted an integer >= 0'),
     "bytes are text": (role(logical_bytes="6"), "\"logical_bytes\" is '6'"),
     "bytes are missing": (role(passed_bytes=None), '"passed_bytes" is None'),
-    "bytes of an earlier version": (role(raw_bytes=6), '"dp" has "raw_bytes": an earlier version wrote this file; the key is now "log'),
     "wrong ratio": (role(ratio=2.5), '"ratio" of dp is 2.5, its bytes give 2.0'),
     "kinds are a list": (changed(kinds=[]), '"kinds" is [], wanted an object'),
     "wrong ratio of a kind": (changed(kinds={"ep dispatch": DP | {"ratio": 3.0}}), '"ratio" of ep dispatch is 3.0, its bytes give 2.0'),

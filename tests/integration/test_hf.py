@@ -101,6 +101,28 @@ def test_the_step_log_has_each_step(runs: Runs) -> None:
     assert all(set(line["differences"]) == {"as differences"} for line in lines[1:STEPS])
 
 
+def test_logs_of_trainer_have_the_figures(tmp_path: Path) -> None:
+    """Those of DeepSpeed's monitors, in each entry of training and for a reporter that Trainer had before; none in those of evaluations."""
+    import tiny_llama
+
+    tiny_llama.llama().save_pretrained(tmp_path / "llama")
+    found = launch(__file__, 2, tmp_path, "logs", DS_ZIPCCL="", HF_HUB_OFFLINE="1")["results"]
+    training = [entry for entry in found["history"] if "eval_loss" not in entry]
+    assert len(training) == STEPS + 1 and len(found["history"]) > len(training)
+    names = {f"zipccl/{name}" for name in ("logical_bytes", "wire_bytes", "saved_bytes", "ratio", "seconds_saved")}
+    assert all(names <= set(entry) for entry in training)
+    assert not any(name.startswith("zipccl") for entry in found["history"] if "eval_loss" in entry for name in entry)
+    saved = [entry["zipccl/saved_bytes"] for entry in training]
+    assert saved == [entry["zipccl/logical_bytes"] - entry["zipccl/wire_bytes"] for entry in training]
+    assert 0 < saved[0] < saved[1] < saved[2] and "zipccl/zero_grad/ratio" in training[1]
+    assert [entry["zipccl/seconds_saved"] for entry in training[:STEPS]] == [0.5, 1.0, 1.5, 2.0]
+    assert found["reported"] == [
+        {name: value for name, value in entry.items() if name != "step"} for entry in found["history"]
+    ]
+    events = dict(found["events"])
+    assert events["Train/zipccl/saved_bytes"] == saved[-1] and events["Train/zipccl/seconds_saved"] == 2.0
+
+
 # ---- the program of one rank ---------------------------------------------------------------------------------------
 
 
@@ -115,6 +137,8 @@ def rank_program(folder: Path, models: str, resume: bool) -> None:
     deepspeed.utils.logging.logger.setLevel("WARNING")
     torch.set_num_threads(1)
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # an unused operator that takes a minute to build
+    if models == "logs":
+        return with_callback(folder)
     results, read = {}, dict[str, int]
     if models == "adapters":
         import tiny_llama
@@ -218,6 +242,43 @@ def with_trainer(saved: Path, model: Any, models: str, read: Any, resume: bool) 
     losses = [entry[key] for entry in trainer.state.log_history for key in ("loss", "eval_loss") if key in entry]
     trainer.save_model(str(saved))
     return losses, steps, trainer.model_wrapped
+
+
+def with_callback(folder: Path) -> None:
+    """Train with the callback and a reporter before it; each step saves half a second."""
+    import torch.distributed as dist
+    from transformers import Trainer, TrainerCallback, TrainingArguments
+
+    from ds_zipccl import ZipcclCallback
+    from ds_zipccl.telemetry import counters, monitor
+
+    reported: list[dict[str, float]] = []
+
+    class Reporter(TrainerCallback):
+        def on_log(self, *args: Any, logs: dict[str, float], **kwargs: Any) -> None:
+            reported.append(dict(logs))
+
+        def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+            counters.record_saved("calls", 0.5)
+
+    arguments = TrainingArguments(
+        output_dir=str(folder / "out"), per_device_train_batch_size=2, max_steps=STEPS, logging_steps=1, eval_strategy="steps",
+        eval_steps=2, save_strategy="no", bf16=True, use_cpu=True, deepspeed=CONFIG | section("whole"), report_to=[],
+        disable_tqdm=True, learning_rate=1e-3,
+    )  # fmt: skip
+    data = {"train_dataset": make_data(), "eval_dataset": make_data(8)}
+    trainer = Trainer(model=load_model(folder, "whole"), args=arguments, callbacks=[Reporter()], **data)
+    ZipcclCallback.add_to(trainer)
+    trainer.train()
+    if dist.get_rank() == 0:
+        found = {
+            "history": trainer.state.log_history,
+            "reported": reported,
+            "events": [one[:2] for one in monitor.events(1)],
+        }
+        (folder / "results.json").write_text(json.dumps(found))
+    dist.barrier()
+    dist.destroy_process_group()
 
 
 def with_accelerate(saved: Path, model: Any, models: str, read: Any, resume: bool) -> tuple[list[float], Any, Any]:

@@ -300,3 +300,15 @@ def test_training_without_hooks(tmp_path: Path) -> None:
         assert f": {hook_points.POINTS[name].without}; training goes on" in line
     assert len(said) == len(names) and "has another" not in second, "rank 0 speaks"
     assert "LOSSY by config" in first and "bit-exact all the same: some calls of zero_grad" in first
+
+
+def test_ds_report_lists_our_builders(capsys: pytest.CaptureFixture[str]) -> None:
+    """And DeepSpeed's own table of them stays as it is."""
+    from deepspeed import env_report
+    from deepspeed.ops.op_builder.all_ops import ALL_OPS
+
+    before = dict(ALL_OPS)
+    env_report.op_report(verbose=False)
+    said = capsys.readouterr().out
+    assert {"zipccl_cpu", "zipccl_cuda", *before} <= set(said.split())
+    assert env_report.ALL_OPS is ALL_OPS and before == ALL_OPS

@@ -11,7 +11,7 @@ import torch
 from ds_zipccl.cli import ToolError, files
 from ds_zipccl.cli.planning import speeds
 from ds_zipccl.cli.planning.operations import CODED, COPIED, GRADIENTS, PLAIN, TOTAL, StepTraffic
-from ds_zipccl.cli.planning.schedules import Coding, DeviceSchedules, HostSchedules, codings
+from ds_zipccl.cli.planning.schedules import Coding, DeviceSchedules, HostSchedules, Row, codings
 from ds_zipccl.cli.planning.user_job import UserJob
 from ds_zipccl.comm.engine import Settled
 from ds_zipccl.integration import bypassed
@@ -57,9 +57,7 @@ def ratios(dtype: str, sample: str | None, delta_ratio: float | None) -> Ratios:
         if logical >= SAMPLE_BYTES - 8:
             break
     if not logical:
-        raise ToolError(
-            f"{sample} holds no tensor of {dtype}, the dtype of the job: name weights or gradients as they are sent"
-        )
+        raise ToolError(f"{sample} holds no tensor of {dtype}, the dtype of the job: name tensors as they are sent")
     return Ratios(logical / wire, delta_ratio, f"{sample}: {logical / 1e6:.1f} MB of {dtype}; {about}")
 
 
@@ -81,14 +79,8 @@ def unpredicted(job: UserJob, device: str, backend: str, settled: Settled | None
 
 
 def predict(
-    job: UserJob,
-    params: int,
-    ranks: int,
-    profile: LinkProfile,
-    found: Ratios,
-    device: str = "cpu",
-    trainable: int | None = None,
-) -> list[dict[str, Any]]:
+    job: UserJob, params: int, ranks: int, profile: LinkProfile, found: Ratios, device: str = "cpu", trainable: int | None = None
+) -> list[dict[str, Any]]:  # fmt: skip
     """Return a row for each line of a step, and a total; gloo groups of all ranks. ``trainable``: of ``params``, those that are trained;
     None: all.
 
@@ -99,7 +91,7 @@ def predict(
         ToolError: the lossy codec of gradients sends more than no codec.
     """
     args = _options(job, params, ranks, found, trainable)
-    groups = HostSchedules(args, {}, "gloo", job.buckets)
+    groups = HostSchedules(args, {}, "gloo")
     lines = groups.lines()
     wanted = {line.coding for line in lines}
     groups = replace(groups, codings=codings(args, Coding(profile, found.values), wanted))
@@ -108,13 +100,13 @@ def predict(
 
 def predict_on_device(
     job: UserJob, params: int, settled: Settled, found: Ratios, trainable: int | None = None
-) -> list[dict[str, Any]]:
+) -> list[Row]:
     """Return rows as :func:`predict` does, of groups in stream order whose speeds were measured. ``coded_ms`` is the time of the schedules
     that a job chooses, and ``choice`` may be "owners": the backend's own sums, for the owners of gradients alone."""
     assert settled.profile is not None  # otherwise unpredicted() has a reason
     args = _options(job, params, settled.topology.ranks, found, trainable)
     vars(args).update(gpus_per_node=settled.topology.each, ratio=found.values)
-    groups = DeviceSchedules(args, settled.profile, settled=settled.sums, buckets=job.buckets)
+    groups = DeviceSchedules(args, settled.profile, settled=settled.sums)
     planned = []
     for line in groups.lines():
         gradients, chosen = line.what == GRADIENTS, groups.chosen(line)
@@ -147,24 +139,9 @@ def _with_total(planned: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def _options(job: UserJob, params: int, ranks: int, found: Ratios, trainable: int | None) -> argparse.Namespace:
     """Return the options of ``plan`` that stand for a job."""
-    config = job.config
-    return argparse.Namespace(
-        params=params,
-        trainable=trainable,
-        zero=job.stage,
-        gpus=ranks,
-        gpus_per_node=1,
-        dtype=job.dtype,
-        accumulation=job.accumulation,
-        owner_only=config.owner_only,
-        delta=config.delta,
-        zero3_base=config.zero3_base,
-        delta_ratio=found.differences,
-        round_robin=job.round_robin,
-        gradients=config.lossy_of("zero_grad"),
-        profile=None,
-        bucket=None,
-    )
+    here = {"params": params, "trainable": trainable, "gpus": ranks, "gpus_per_node": 1}
+    known = {"delta_ratio": found.differences, "profile": None, "bucket": None}
+    return argparse.Namespace(**here, **known, **job.options())
 
 
 def step_speedup(total: dict[str, Any], computing_ms: float) -> float:

@@ -74,10 +74,9 @@ def trained(args: argparse.Namespace) -> float:
     return 1.0 if args.trainable is None else float(args.trainable / args.params)
 
 
-def traffic(args: argparse.Namespace, buckets: Buckets | None = None) -> list[StepTraffic]:
-    """Return the lines of a step; gradients are coded lossily where ``args`` name a codec for them. ``buckets``: DeepSpeed's defaults if
-    None, with ``args.live`` elements kept."""
-    lines = [line for line in _traffic(args, buckets or Buckets(kept=args.live)) if line.part > 0]
+def traffic(args: argparse.Namespace) -> list[StepTraffic]:
+    """Return the lines of a step; gradients are coded lossily where ``args`` name a codec for them."""
+    lines = [line for line in _traffic(args, replace(args.buckets, kept=args.live)) if line.part > 0]
     coding = EXPONENTS if args.gradients is None else LOSSY
     return [replace(line, coding=coding) if line.what == GRADIENTS else line for line in lines]
 
@@ -118,9 +117,8 @@ def base_memory(args: argparse.Namespace) -> Iterator[str]:
     told = {"host": f"takes {size} of every node", "device": f"takes {size} of every GPU"}
     told["auto"] = "keeps frozen parameters; all are trained here, see --trainable"
     if frozen:
-        told["auto"] = (
-            f"keeps {frozen:.4g} frozen parameters: {size} of every node, at most a quarter of its free memory"
-        )
+        most = "at most a quarter of its free memory"
+        told["auto"] = f"keeps {frozen:.4g} frozen parameters: {size} of every node, {most}"
     yield f"memory: zero3_base {args.zero3_base} {told[args.zero3_base]}"
 
 

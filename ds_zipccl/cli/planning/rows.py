@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from ds_zipccl.cli import ToolError, tables
 from ds_zipccl.cli.planning.operations import CODED, PLAIN, SWITCHES, TOTAL, default_config, host_base, operations
-from ds_zipccl.cli.planning.schedules import DeviceSchedules, HostSchedules
+from ds_zipccl.cli.planning.schedules import DeviceSchedules, HostSchedules, Row
 from ds_zipccl.cli.tables import Column
 from ds_zipccl.policy.cost_model import HOP_S, STEP_S
 
@@ -60,9 +60,8 @@ def answer(where: str, found: Schedules) -> str:
     for options in (args, based) if based else (args,):
         ms = totals(options)[CODED]
         chosen = {"nccl": "on"} if nccl else {}
-        chosen |= {
-            key: getattr(options, key) for key, (usual, *_) in SWITCHES.items() if getattr(options, key) != usual
-        }
+        switches = {key: (getattr(options, key), usual) for key, (usual, *_) in SWITCHES.items()}
+        chosen |= {key: value for key, (value, usual) in switches.items() if value != usual}
         keys = [f'"{key}": "{value}"' for key, value in chosen.items()]
         keys += [f"gradients by {args.gradients}"] if args.gradients is not None else []
         asked = options is args and keys != ['"nccl": "on"']  # this key is a proposal
@@ -84,22 +83,12 @@ class Computing:
 
     ``tflops``: 1e12 operations a second that the GPU reaches while it computes. ``tokens``: those of one GPU in a micro-batch. ``flops``:
     operations for a parameter and a token. ``overlap``: share of the computing, 0 to 1, during which communication goes on.
-
-    Raises:
-        ToolError: a number is outside its range.
     """
 
     tflops: float
     tokens: float
     flops: float = FLOPS
     overlap: float = 0.0
-
-    def __post_init__(self) -> None:
-        above = {name: getattr(self, name) for name in ("tflops", "tokens", "flops")}
-        if not all(0 < value < math.inf for value in above.values()) or not 0 <= self.overlap <= 1:
-            raise ToolError(
-                f"wanted are tflops, tokens and flops above 0 and finite, and overlap from 0 to 1; got {above}, overlap {self.overlap}"
-            )
 
     def operations(self, params: float, micro: int) -> float:
         """Return the operations of one GPU in a step of ``micro`` micro-batches."""
@@ -162,9 +151,9 @@ OPTIONS: dict[str, tuple[Any, Any, str, str]] = {
         float, None, "US", f"microseconds that a collective takes more for every further node ({1e6 * HOP_S:g}, and {1e6 * STEP_S:g} for "
         "every further GPU of a node)"
     ),
-    "tflops": (float, None, "T", "1e12 operations a second of a GPU that computes: adds the time of the whole step"),
+    "tflops": (tables.positive, None, "T", "1e12 operations a second of a GPU that computes: adds the time of the whole step"),
     "tokens": (tables.count(1e9), None, "K", "tokens of a GPU in a micro-batch; goes with --tflops"),
-    "flops": (float, FLOPS, "F", f"operations for a parameter and a token ({FLOPS:g}; 6 where no activations are computed again)"),
+    "flops": (tables.positive, FLOPS, "F", f"operations for a parameter and a token ({FLOPS:g}; 6 where activations are kept)"),
     "overlap": (float, 0.0, "S", "share of the computing that hides communication (0)"),
     "plot": (str, None, "PNG", "draw the time of a step for up to --gpus GPUs (needs matplotlib)"),
 }  # fmt: skip
@@ -196,6 +185,8 @@ def computing(args: argparse.Namespace) -> Computing | None:
     """
     if not args.path > 0 or not 0 <= (args.hop or 0) < math.inf:
         raise ToolError(f"--path must be above 0 and --hop at least 0, got {args.path:g} and {args.hop or 0:g}")
+    if not 0 <= args.overlap <= 1:
+        raise ToolError(f"--overlap is wanted from 0 to 1, got {args.overlap:g}")
     if args.tflops is None and args.tokens is None and args.plot is None:
         return None
     if args.tflops is None or args.tokens is None:
@@ -203,12 +194,10 @@ def computing(args: argparse.Namespace) -> Computing | None:
     return Computing(args.tflops, args.tokens, args.flops, args.overlap)
 
 
-def whole_steps(
-    args: argparse.Namespace, communication: Sequence[dict[str, Any]], work: Computing
-) -> Iterator[dict[str, Any]]:
+def whole_steps(args: argparse.Namespace, communication: Sequence[Row], work: Computing) -> Iterator[Row]:
     """The totals of ``communication`` with the time of the whole step, columns as in ``plan --help``. ``communication``: the rows of
     ``args.gpus`` GPUs, plain ones first."""
-    busy = work.seconds(args.params, args.accumulation)
+    busy = work.seconds(args.active, args.accumulation)
     plain: dict[str, float] = {}
     for row in communication:
         if row["what"] == TOTAL:
@@ -219,7 +208,7 @@ def whole_steps(
                 "computing_ms": 1e3 * busy,
                 "step_ms": 1e3 * time.total,
                 "exposed": time.share,
-                "tflops": work.operations(args.params, args.accumulation) / time.total / 1e12,
+                "tflops": work.operations(args.active, args.accumulation) / time.total / 1e12,
                 "step_speedup": plain[row["network"]] / time.total,
             }
 

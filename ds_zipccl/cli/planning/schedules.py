@@ -58,41 +58,35 @@ def about_lossy(args: argparse.Namespace, exponents: Coding) -> str:
     Raises:
         ToolError: it sends more than no codec.
     """
-    bits, error = _lossy_bits(args, exponents)
-    lossless = 8 * step.ITEMSIZE[args.dtype] / exponents.ratio
-    return (
-        f"{args.gradients}: {bits:.2f} bits per value instead of {lossless:.2f}, relative L2 error {error:.3g} per rounding; "
-        "as fast as exponents"
-    )
+    bits, error, lossless = _lossy_bits(args, exponents)
+    sizes = f"{bits:.2f} bits per value instead of {lossless:.2f}"
+    return f"{args.gradients}: {sizes}, relative L2 error {error:.3g} per rounding; as fast as exponents"
 
 
-def _lossy_bits(args: argparse.Namespace, exponents: Coding) -> tuple[float, float]:
-    """Bits per value and relative error of lossy gradients."""
+def _lossy_bits(args: argparse.Namespace, exponents: Coding) -> tuple[float, float, float]:
+    """Bits per value and relative error of lossy gradients, and the bits without loss."""
     lossless = 8 * step.ITEMSIZE[args.dtype] / exponents.ratio
     found = lossy_size(args.gradients, args.dtype, lossless)
     if found.bits >= lossless:
-        raise ToolError(
-            f"{args.gradients} takes {found.bits:.2f} bits per value, without loss it is {lossless:.2f}: leave --gradients out"
-        )
-    return found.bits, found.error
+        bits = f"{found.bits:.2f} bits per value, without loss it is {lossless:.2f}"
+        raise ToolError(f"{args.gradients} takes {bits}: leave --gradients out")
+    return found.bits, found.error, lossless
 
 
 @dataclass(frozen=True)
 class HostSchedules:
-    """Schedules on gloo groups. ``plain``: that of torch, one of :data:`ds_zipccl.policy.cost_model.VARIANTS`. ``buckets``: DeepSpeed's
-    defaults if None."""
+    """Schedules on gloo groups. ``plain``: that of torch, one of :data:`ds_zipccl.policy.cost_model.VARIANTS`."""
 
     args: argparse.Namespace
     codings: dict[str, Coding]
     plain: str = PLAIN
-    buckets: step.Buckets | None = None
 
     @property
     def names(self) -> Row:
         return {}
 
     def lines(self) -> list[StepTraffic]:
-        return step.traffic(self.args, self.buckets)
+        return step.traffic(self.args)
 
     def chosen(self, line: StepTraffic) -> dict[str, Row]:
         """As mode "auto" chooses: the fastest schedule, and ``how`` names it. Copies and lossy lines are not chosen by times."""
@@ -120,9 +114,8 @@ class HostSchedules:
             exponents_ms = times * self._ms(line, op, CODED, coding)
             return self._row(line, op, step.HOW[COPIED], None, 0.0, self._copies_ms(line, coding.profile), exponents_ms)
         ms, exponents_ms = (times * self._ms(line, op, CODED, one) for one in (coding, self.codings[EXPONENTS]))
-        return self._row(
-            line, op, step.HOW[line.coding], coding.ratio, self._sent(line, op, CODED) / coding.ratio, ms, exponents_ms
-        )
+        sent = self._sent(line, op, CODED) / coding.ratio
+        return self._row(line, op, step.HOW[line.coding], coding.ratio, sent, ms, exponents_ms)
 
     def _row(
         self, line: StepTraffic, op: str, how: str, ratio: float | None, sent: float, ms: float, exponents_ms: float
@@ -152,10 +145,8 @@ class HostSchedules:
         ranks, part, crossing = self._ranks(op, schedule)
         points = tuple((size / crossing, seconds) for size, seconds in coding.profile.transfer)
         profile = replace(coding.profile, transfer=points)
-        return 1e3 * sum(
-            count * cost_model.predict(op, schedule, size * part, ranks, profile, coding.ratio)
-            for size, count in step.operations(self.args, line)
-        )
+        predict, sizes = cost_model.predict, step.operations(self.args, line)
+        return 1e3 * sum(n * predict(op, schedule, size * part, ranks, profile, coding.ratio) for size, n in sizes)
 
     def _copies_ms(self, line: StepTraffic, profile: LinkProfile) -> float:
         """Milliseconds of gathers that copy a base, whose own shard is compared at each copy and at each agreement."""
@@ -184,13 +175,12 @@ _EVEN = 0.9
 @dataclass(frozen=True)
 class DeviceSchedules:
     """Schedules on NCCL groups with the speeds of ``profile``. ``network``: its name. ``settled``: the sums of a job; "": those that the
-    speeds choose. ``buckets``: DeepSpeed's defaults if None."""
+    speeds choose."""
 
     args: argparse.Namespace
     profile: DeviceProfile
     network: str = ""
     settled: str = ""
-    buckets: step.Buckets | None = None
 
     @classmethod
     def modelled(cls, args: argparse.Namespace, network: Network, codec: DeviceCodec) -> DeviceSchedules:
@@ -218,7 +208,7 @@ class DeviceSchedules:
         return cost_model.moves_may_gain(self.topology, self.profile)
 
     def lines(self) -> list[StepTraffic]:
-        found = step.traffic(self.args, self.buckets)
+        found = step.traffic(self.args)
         if self.args.zero3_base == "auto" and not base_copies.gain(self.topology, self.profile):
             return [replace(line, coding=EXPONENTS) if line.coding == COPIED else line for line in found]
         return found
@@ -247,10 +237,8 @@ class DeviceSchedules:
     def _ratio(self, kind: str, coding: str) -> float:
         if coding == CHANGED:
             return float(self.args.delta_ratio or speeds.delta_ratio(self.args.dtype))
-        return float(
-            self.args.ratio
-            or (cost_model.RATIO[kind] if self.args.dtype == "bfloat16" else speeds.normal_ratio(self.args.dtype))
-        )
+        known = cost_model.RATIO[kind] if self.args.dtype == "bfloat16" else 0.0
+        return float(self.args.ratio or known or speeds.normal_ratio(self.args.dtype))
 
     def _plain(self, op: str, nbytes: float) -> float:
         return sum(cost_model.plain_seconds(kind, nbytes, self.topology, self.profile) for kind in _KINDS[op])

@@ -59,9 +59,7 @@ def read(path: str, dtype: str) -> Speeds:
     if "profiles" in content:
         profiles = content["profiles"]
         if len(profiles) != 1:
-            raise ToolError(
-                f"{path} holds {len(profiles)} profiles, one is wanted: validate one --link and one --ranks"
-            )
+            raise ToolError(f"{path} holds {len(profiles)} profiles, wanted is one: of one --link and one --ranks")
         profile = profiles[0]["profile"]
     try:
         if not {"profiles", "transfer"} & content.keys():
@@ -80,9 +78,7 @@ def _from_rows(rows: Any, path: str, dtype: str) -> Speeds:
         raise ToolError(f"{path} holds no speeds; {wanted}")
     fit = [row for row in rows if (row["codec"], row["dtype"], row.get("data", DATA)) == (CODEC, dtype, DATA)]
     if not fit:
-        raise ToolError(
-            f"{path} has no row for {CODEC} of {DATA} {dtype}; measure it: bench codec --data {DATA} --json FILE"
-        )
+        raise ToolError(f"{path} has no row for {CODEC} of {DATA} {dtype}: bench codec --data {DATA} --json FILE")
     row = max(fit, key=lambda row: row.get("mib", row.get("numel", 0)))
     encode, decode = row["encode_gbps"] * 1e9, row["decode_gbps"] * 1e9
     # plan has no raw frames, and no row measures adding: decode stands in for both.
@@ -185,13 +181,11 @@ def network(text: str) -> Network:
     """
     match = re.fullmatch(r"(?:([1-9]\d*)x)?(\d+(?:\.\d+)?)([mg]bit)(-tcp)?(?:/(node|gpu))?", text)
     if match is None or not float(match[2]):
-        raise argparse.ArgumentTypeError(
-            f"{text!r} is not a network; write [CARDSx]RATE[-tcp]/node or RATE[-tcp]/gpu: {', '.join(NETWORKS)} or 1gbit/gpu"
-        )
+        wanted = f"[CARDSx]RATE[-tcp]/node or RATE[-tcp]/gpu: {', '.join(NETWORKS)} or 1gbit/gpu"
+        raise argparse.ArgumentTypeError(f"{text!r} is not a network; write {wanted}")
     if match[5] is None:
-        raise argparse.ArgumentTypeError(
-            f"{text!r} does not say whose rate it is: write {text}/node for all cards of a node, or {text}/gpu for the part of one GPU"
-        )
+        wanted = f"{text}/node for all cards of a node, or {text}/gpu for the part of one GPU"
+        raise argparse.ArgumentTypeError(f"{text!r} does not say whose rate it is: write {wanted}")
     rate = int(match[1] or 1) * float(match[2]) * _BYTES[match[3]]
     return Network(text, rate, match[5], cost_model.TCP_REACH if match[4] else cost_model.RDMA_REACH)
 

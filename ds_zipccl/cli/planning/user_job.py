@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
-from ds_zipccl.cli import ToolError
+from ds_zipccl.cli import ToolError, tables
 from ds_zipccl.cli.planning.operations import BUCKET, LIVE, PREFETCH, Buckets
 from ds_zipccl.config import SECTION, ConfigError, ZipcclConfig, environment_section, near_misses, parse_section
 
@@ -38,6 +36,22 @@ class UserJob:
     notes: tuple[str, ...]
     content: Mapping[str, Any] = field(default_factory=dict, repr=False)
 
+    def options(self) -> dict[str, Any]:
+        """Return the options of ``plan`` that stand for the job."""
+        config = self.config
+        return {
+            "zero": self.stage,
+            "dtype": self.dtype,
+            "accumulation": self.accumulation,
+            "owner_only": config.owner_only,
+            "delta": config.delta,
+            "zero3_base": config.zero3_base,
+            "round_robin": self.round_robin,
+            "gradients": config.lossy_of("zero_grad"),
+            "buckets": self.buckets,
+            "live": self.buckets.kept,
+        }
+
 
 def read(path: str) -> UserJob:
     """Return the job of the DeepSpeed config at ``path``. ``DS_ZIPCCL`` precedes the section of the file, as in the job.
@@ -45,19 +59,8 @@ def read(path: str) -> UserJob:
     Raises:
         ToolError: the file cannot be read or is no JSON object, the section is invalid or misspelled, or a value is not possible.
     """
-    try:
-        content = json.loads(Path(path).read_text())
-    except OSError as error:
-        raise ToolError(
-            f"cannot read the DeepSpeed config {path}: {error.strerror}; name the file that the job uses, on every node"
-        ) from error
-    except ValueError as error:
-        raise ToolError(f"{path} is not JSON: {error}; correct the file") from error
-    if not isinstance(content, dict):
-        raise ToolError(
-            f"{path} holds a {type(content).__name__}, wanted is an object: the DeepSpeed config of the job"
-        )
-    reader = _Reader(path, [])
+    content = tables.read_json(path, "the DeepSpeed config of the job ")
+    reader = Reader(path, [])
     config = _section(path, content, reader.notes)
     zero = reader.section(content, "zero_optimization")
     stage = reader.whole(zero, "stage", 0, least=0)
@@ -65,9 +68,7 @@ def read(path: str) -> UserJob:
         raise ToolError(f"{path}: the stage of zero_optimization is one of {STAGES}, got {stage}")
     for key, role in _LAYERED.items():
         if content.get(key) not in (None, False, 1, {}):
-            reader.notes.append(
-                f"{key}: traffic of role {role} depends on the layers of the model and is not predicted"
-            )
+            reader.notes.append(f"{key}: traffic of role {role} depends on the model's layers and is not predicted")
     prefetch = reader.whole(zero, "stage3_prefetch_bucket_size", PREFETCH, least=0)
     return UserJob(
         config,
@@ -86,7 +87,7 @@ def read(path: str) -> UserJob:
     )
 
 
-def _kept(reader: _Reader, zero: Mapping[str, Any], prefetch: int) -> int:
+def _kept(reader: Reader, zero: Mapping[str, Any], prefetch: int) -> int:
     """Elements that ZeRO-3 keeps from the forward pass for the backward pass.
 
     The prefetcher of DeepSpeed's ``partitioned_param_coordinator`` runs ahead over the end of the forward pass, and keeps the parameters
@@ -105,24 +106,22 @@ def _section(path: str, content: Mapping[str, Any], notes: list[str]) -> ZipcclC
         override = environment_section()
         section = content.get(SECTION) if override is None else override
         if section is None:
-            notes.append(
-                f'no "{SECTION}" section: predicted as with "{SECTION}": {{"enabled": true}}; add it to the config'
-            )
+            notes.append(f'no "{SECTION}" section: predicted as with "{SECTION}": {{"enabled": true}}; add it')
             section = {"enabled": True}
         return parse_section(section)
     except ConfigError as error:
         where = path if override is None else "DS_ZIPCCL"
-        raise ToolError(
-            f'{where}: the "{SECTION}" section is invalid: {error}; docs/configuration.md has the keys'
-        ) from error
+        keys = "docs/configuration.md has the keys"
+        raise ToolError(f'{where}: the "{SECTION}" section is invalid: {error}; {keys}') from error
 
 
 @dataclass(frozen=True)
-class _Reader:
-    """Reads values of the config at ``path``, and notes those that are open."""
+class Reader:
+    """Reads values of the config at ``path``, and notes those that are open. ``remedy``: for a missing key."""
 
     path: str
     notes: list[str]
+    remedy: str = ""
 
     def section(self, content: Mapping[str, Any], key: str) -> Mapping[str, Any]:
         found = content.get(key) or {}
@@ -130,13 +129,13 @@ class _Reader:
             raise ToolError(f"{self.path}: {key} must be an object, got {found!r}")
         return found
 
-    def whole(self, content: Mapping[str, Any], key: str, default: int, least: int = 1) -> int:
-        """A whole number; 5e8 is one too."""
-        found = content.get(key, default)
-        if found == AUTO:
-            self.notes.append(
-                f'{key} is "{AUTO}": {default} taken, the default of DeepSpeed; the trainer may fill in another'
-            )
+    def whole(self, content: Mapping[str, Any], key: str, default: int | None = None, least: int = 1) -> int:
+        """A whole number; 5e8 is one too. Without a default the key must be there."""
+        found = default if content.get(key) is None else content[key]
+        if found is None:
+            raise ToolError(f'{self.path} has no key "{key}"; {self.remedy}')
+        if found == AUTO and default is not None:
+            self.notes.append(f'{key} is "{AUTO}": {default} taken, the default; the trainer may fill in another')
             return default
         if isinstance(found, bool) or not isinstance(found, (int, float)) or found != found // 1 or found < least:
             raise ToolError(f'{self.path}: {key} must be a whole number of at least {least} or "{AUTO}", got {found!r}')
