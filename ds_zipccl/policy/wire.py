@@ -5,7 +5,7 @@ The sender decides alone what a frame names: its codec, its block, its rows. Bot
 
 from __future__ import annotations
 
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Hashable, Sequence
 
 from ds_zipccl.config import ZipcclConfig
@@ -187,35 +187,31 @@ FORECAST_MARGIN, GOOD_FORECASTS = 1 / 32, 3
 class Forecast:
     """Forecasts the sizes of an exchange's frames from those of earlier exchanges. Equal on all ranks, as these sizes are.
 
-    A frame takes the part of its words that it took in the last exchange of its site; or that of the dispatch of the same layer of experts,
-    whose empty rows the layer's other exchanges have too, times a factor of the site. The last layer has its gradients first.
-    """
+    A frame takes the part of its words that it took in the last exchange of its site; or that of the dispatch of its layer of experts,
+    whose empty rows it has too, times a factor of the site. The last layer has its gradients first."""
 
     def __init__(self) -> None:
-        self._known: dict[
-            Hashable, tuple[float, int]
-        ] = {}  # the part of each way to forecast, and good forecasts in a row
+        #: The part of each way to forecast, and good forecasts in a row.
+        self._known = defaultdict[Hashable, tuple[float, int]](lambda: (0.0, 0))
         self._dispatches = deque([1.0], maxlen=4096)  # those of layers without gradients stay
 
     def slot(self, site: Hashable, nbytes: int) -> int:
         """Return the bytes of slots for frames of ``nbytes`` bytes of words; 0: the last forecasts were not good."""
         for way, scale in enumerate((self._dispatches[-1], 1.0)):
-            part, good = self._known.get((site, way), (0.0, 0))
-            if good >= GOOD_FORECASTS:
-                return int(part * scale * nbytes * (1 + FORECAST_MARGIN))
+            if self._known[site, way][1] >= GOOD_FORECASTS:
+                return int(self._known[site, way][0] * scale * nbytes * (1 + FORECAST_MARGIN))
         return 0
 
     def note(self, site: Hashable, kind: str, nbytes: int, frame: int) -> None:
         """Note the bytes of the largest frame of ``nbytes`` bytes of words. ``kind``: of the exchange, in a layer of experts."""
         for way, scale in enumerate((self._dispatches[-1], 1.0)):
-            part, good = self._known.get((site, way), (0.0, 0))
+            part, good = self._known[site, way]
             slot = part * scale * nbytes * (1 + FORECAST_MARGIN)
             fits = frame <= slot <= (1 + 2 * FORECAST_MARGIN) * frame
             self._known[site, way] = frame / (scale * nbytes), fits * (good + 1)
-        if kind == "dispatch":
-            self._dispatches.append(frame / nbytes)
-        elif kind == "dispatch.bwd" and len(self._dispatches) > 1:
+        if kind == "dispatch.bwd" and len(self._dispatches) > 1:
             self._dispatches.pop()
+        self._dispatches += [frame / nbytes] * (kind == "dispatch")
 
 
 def uneven_piece(itemsize: int, ranks: int, budget: int) -> int:

@@ -1,7 +1,8 @@
 """All-to-alls on a device: frames of segments for other nodes go into slots, whose sizes both sides know before the words are sent.
 
 Segments for ranks of the own node go as raw frames: these ranks are reached without a network. With equal segments, the ranks agree on one
-size of slots. Otherwise each pair of ranks has a size of its own, and the ranks exchange them. Either takes one wait of the host.
+size of slots, while the frames travel already where their sizes can be forecast. Otherwise each pair of ranks has a size of its own, and the
+ranks exchange them. Either takes one wait of the host.
 """
 
 from __future__ import annotations
