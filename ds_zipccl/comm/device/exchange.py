@@ -1,8 +1,8 @@
 """All-to-alls on a device: frames of segments for other nodes go into slots, whose sizes both sides know before the words are sent.
 
 Segments for ranks of the own node go as raw frames: these ranks are reached without a network. With equal segments, the ranks agree on one
-size of slots, while the frames travel already where their sizes can be forecast. Otherwise each pair of ranks has a size of its own, and the
-ranks exchange them. Either takes one wait of the host.
+size of slots; the frames travel meanwhile where their sizes can be forecast. Otherwise each pair of ranks has a size of its own, and
+the ranks exchange them. Either takes one wait of the host.
 """
 
 from __future__ import annotations
@@ -36,6 +36,10 @@ class _Backoffs(defaultdict[Hashable, wire.Backoff]):
 
     def __init__(self) -> None:
         super().__init__(lambda: wire.Backoff(wire.PLAIN_EXCHANGES))
+
+
+class _Forecasts(wire.Forecast):
+    """The forecasts of the sizes of a group's exchanges. Equal on all ranks."""
 
 
 class _Slot(NamedTuple):
@@ -140,7 +144,7 @@ def exchange_even(ctx: DeviceContext, source: torch.Tensor, target: torch.Tensor
     sizes, slot = [HEADER_BYTES + source.nbytes], 0
     if ctx.codec != "raw":
         kind = _kind(ctx.op, ctx.role, source.dtype, source.numel())
-        forecast, site = ctx.state.of(wire.Forecast), (kind, ctx.kind, ctx.codec, ctx.config.block)
+        forecast, site = ctx.state.of(_Forecasts), (kind, ctx.kind, ctx.codec, ctx.config.block)
         if 2 * source.nbytes <= ctx.budget:  # words, not slots: the ranks of a smaller node have other slots
             slot = wire.slot_bytes(forecast.slot(site, nbytes))
         if slot and wire.shrinks(nbytes, slot):
