@@ -119,7 +119,8 @@ def counts(page: Path) -> str:
     heads = [f"{place}, {when}" for place in places for when in ("fine", "now")]
     pairs = [one for both in zip(before["rows"], now["rows"], strict=True) for one in both]
     rows = ((name, *(f"{row[key]:{form}}" for row in pairs)) for name, (key, form) in _COUNTED.items())
-    return f"{provenance(now)}\n\n{table(('a step of 7B', *heads), rows)}"
+    origins = "\n\n".join(dict.fromkeys((provenance(before), provenance(now))))
+    return f"{origins}\n\n{table(('a step of 7B', *heads), rows)}"
 
 
 #: What is counted of the exchanges of a layer of experts, as in :data:`_COUNTED`; the keys of the first step end with "_first".
@@ -143,8 +144,8 @@ def exchanges(page: Path) -> str:
 
 
 def forecasts(page: Path) -> str:
-    """What :class:`ds_zipccl.policy.wire.Forecast` makes of recorded exchanges. Of each: its kind, the bytes of the words for a rank, and of
-    the largest frame of all ranks."""
+    """What :class:`ds_zipccl.policy.wire.Forecast` makes of recorded exchanges. Of each: its kind, and the bytes of the words for a rank and
+    of the largest frame."""
     content, lines = results("exchange_sizes"), []
     for row in content["rows"]:
         forecast, calls = wire.Forecast(), [call.split(",") for call in row["exchanges"].split()]
