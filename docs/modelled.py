@@ -144,7 +144,7 @@ def exchanges(page: Path) -> str:
 
 
 def forecasts(page: Path) -> str:
-    """What :class:`ds_zipccl.policy.wire.Forecast` makes of recorded exchanges. Of each: its kind, and the bytes of the words for a rank and
+    """What :class:`ds_zipccl.policy.wire.Forecast` makes of recorded exchanges: of each, its kind, the bytes of words for a rank, and those
     of the largest frame."""
     content, lines = results("exchange_sizes"), []
     for row in content["rows"]:
