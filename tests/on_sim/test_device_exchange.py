@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -26,7 +27,7 @@ from ds_zipccl.policy.admission import PassReason
 from ds_zipccl.policy.cost_model import DeviceProfile, exchange_gains
 from ds_zipccl.telemetry import counters
 from on_sim import plants, world
-from on_sim.cases import CODED, bytes_sent, noise, weights
+from on_sim.cases import CODED, bytes_sent, noise, once, weights
 
 PAIRS = ((0, 1), (2, 3))
 
@@ -256,12 +257,12 @@ PARTS = (0, 0, 0, 0, 0, 0.2, 0, 0, 0, 0, 1)
 SENT_AHEAD = (4, 5, 10)
 
 
-def forecast(rank: int, ranks: int, numel: int, nodes: Any = (), staging_mib: int = 1) -> list[tuple[int, ...]]:
-    """Calls of a site, whose inputs are made late and whose outputs are used at once. Returns the exchanges of each, and those that it had
-    issued at each wait of the host."""
+def forecast(rank: int, ranks: int, numel: int, nodes: Any = ()) -> list[tuple[int, ...]]:
+    """Calls of a site, whose inputs are made late and whose outputs are used at once; every other one behind a gather that overtakes it.
+    Returns the exchanges of each, and those that it had issued at each wait of the host."""
     if nodes:
         levels.pretend(nodes)
-    api = moves.coded(**CODED, staging_mib=staging_mib)
+    api = moves.coded(**CODED, staging_mib=1)
     issued, found = mine().counters.collectives, []
     for call, part in enumerate(PARTS):
         inputs = []
@@ -274,9 +275,12 @@ def forecast(rank: int, ranks: int, numel: int, nodes: Any = (), staging_mib: in
         before = issued["all_to_all"]
         source = inputs[rank].view(-1).to(f"cuda:{rank}") * 1
         target = torch.empty_like(source)
-        api.all_to_all_single(target, source)
-        corpus.assert_same_bits(target.cpu(), torch.cat([words[rank] for words in inputs]))
+        handle = api.all_to_all_single(target, source, None, None, None, call % 2 == 1)
         found.append((issued["all_to_all"] - before, *(number - before for number in ISSUED[rank])))
+        if handle is not None:
+            once("gather", rank, ranks)
+            handle.wait()
+        corpus.assert_same_bits(target.cpu(), torch.cat([words[rank] for words in inputs]))
     return found
 
 
@@ -310,6 +314,37 @@ def test_frames_travel_while_the_host_waits(route: CudaBackend, name: str) -> No
             again = 0 if not part else steps if part < 1 else 1  # words that do not shrink go plain
             wanted = (steps + again, steps) if call in SENT_AHEAD else (steps, 0)
             assert [found[call] for found in ran] == [wanted] * ranks, call
+
+
+def refused(rank: int, ranks: int) -> list[str]:
+    """Calls of a site, of which the fifth is sent ahead. Returns the errors."""
+    source, errors = weights(rank, 2 * 9001).to(f"cuda:{rank}"), []
+    for _ in range(6):
+        try:
+            moves.coded(**CODED).all_to_all_single(torch.empty_like(source), source)
+        except CommError as error:
+            errors.append(str(error))
+    return errors
+
+
+@pytest.mark.parametrize("call", [3, 4])
+def test_a_damaged_frame_is_refused(route: CudaBackend, monkeypatch: pytest.MonkeyPatch, call: int) -> None:
+    """By all ranks in the next call, whose words are on their way: a byte for rank 1 changes in the call before it, or in it."""
+    original, carried = communicator._exchange, []
+
+    def flip(gpu: Any, calls: Any) -> None:
+        original(gpu, calls)
+        if calls[0].kind == "all_to_all":
+            carried.append(call)
+            if len(carried) == call + 1:
+                arrived = calls[1].arrived
+                arrived[0] = arrived[0].clone()
+                arrived[0].view(-1)[0] ^= 8
+
+    monkeypatch.setattr(communicator, "_exchange", flip)
+    found = world.run(refused, 2, route=route).values
+    assert [len(errors) for errors in found] == [6 - call - 1] * 2 and len(carried) == 6
+    assert all("stop the job on all ranks" in error and "MAGIC" in error for errors in found for error in errors), found
 
 
 def test_too_large_for_the_budget(route: CudaBackend) -> None:
@@ -442,7 +477,8 @@ def test_planted_mistakes_ahead(route: CudaBackend, monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(on_device, "_send_ahead", noted)
     plants.only(lambda: plant is of_one_rank or mine().rank in now, plant)(monkeypatch)
-    plants.fails(forecast, *FORECAST[case][:3], route=route)
+    with contextlib.suppress(CommError):  # refused frames are noticed too
+        plants.fails(forecast, *FORECAST[case][:3], route=route)
 
 
 def test_without_mistakes(route: CudaBackend) -> None:
