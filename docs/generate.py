@@ -367,6 +367,8 @@ SECTIONS: dict[str, Section] = {
     "gpu": measured.gpu,
     "instructions": measured.instructions,
     "nccl_counts": modelled.counts,
+    "nccl_exchanges": modelled.exchanges,
+    "nccl_forecasts": modelled.forecasts,
     "nccl_gains": modelled.gains,
     "nccl_operations": modelled.operations,
     "nccl_steps": modelled.steps,

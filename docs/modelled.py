@@ -8,6 +8,7 @@ import json
 import re
 import shlex
 import tempfile
+from collections import Counter
 from contextlib import redirect_stdout
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +18,7 @@ from measured import picture, provenance, results, table
 
 from ds_zipccl.__main__ import PROGRAM, parse
 from ds_zipccl.cli.planning.speeds import ASSUMED, NETWORKS, network
-from ds_zipccl.policy import cost_model
+from ds_zipccl.policy import cost_model, wire
 from ds_zipccl.policy.cost_model import (
     GATHER,
     NOMINAL_BYTES,
@@ -125,6 +126,50 @@ def counts(page: Path) -> str:
     )
     origins = f"Fine: {provenance(before)}\n\nNow: {provenance(now)}"
     return f"{origins}\n\n{table(('a step of 7B', *heads), rows)}"
+
+
+#: What is counted of the exchanges of a layer of experts, as in :data:`_COUNTED`; the keys of the first step end with "_first".
+_EXCHANGES = {
+    "host waits": ("exchange_waits", "d"),
+    "of these with an idle network": ("idle_waits", "d"),
+    "calls of kernels": ("exchange_launches", "d"),
+    "GB of words that encoders read": ("read_gb", ".2f"),
+}
+
+
+def exchanges(page: Path) -> str:
+    """What the exchanges of a layer of experts ask of a GPU, where sizes come first and where they are forecast."""
+    rows = results("nccl_counts")["rows"]
+    heads = [f"{row['nodes']} x {row['each']}, {when}" for row in rows for when in ("sizes first", "sent ahead")]
+    lines = (
+        (name, *(f"{row.get(key + when, row[key]):{form}}" for row in rows for when in ("_first", "")))
+        for name, (key, form) in _EXCHANGES.items()
+    )
+    return table(("a layer of experts", *heads), lines)
+
+
+def forecasts(page: Path) -> str:
+    """What :class:`ds_zipccl.policy.wire.Forecast` makes of recorded exchanges: of each, its kind, the bytes of words for a rank, and those
+    of the largest frame."""
+    content, lines = results("exchange_sizes"), []
+    for row in content["rows"]:
+        forecast, calls = wire.Forecast(), [call.split(",") for call in row["exchanges"].split()]
+        ahead, again, sent, words, frames = Counter[str](), 0, 0, 0, 0
+        for kind, nbytes, frame in ((kind, int(nbytes), int(frame)) for kind, nbytes, frame in calls):
+            slot = wire.slot_bytes(forecast.slot(kind, nbytes))
+            forecast.note(kind, kind, nbytes, frame)
+            ahead[kind] += slot > 0
+            again += 0 < slot < frame
+            sent += slot + (frame if frame > slot else 0)
+            words, frames = words + nbytes, frames + frame
+        each = len(calls) / len(ahead)
+        shares = (f"{ahead[kind] / each:.0%}" for kind in ("dispatch", "combine", "combine.bwd", "dispatch.bwd"))
+        again_share = f"{again / len(calls):.1%}"
+        lines.append(
+            (f"`{row['training']}`", len(calls), *shares, again_share, f"{words / frames:.2f}", f"{words / sent:.2f}")
+        )
+    head = ("training", "exchanges", "dispatch", "combine", "its gradients", "gradients of the dispatch", "sent again")
+    return f"{provenance(content)}\n\n{table((*head, 'ratio, sizes first', 'ratio, sent ahead'), lines)}"
 
 
 _STEP = "plan --params 7e9 --gpus 32 --gpus-per-node 8 --zero {stage} --network --gpu-profile assumed-1.0{more}"

@@ -1,4 +1,4 @@
-"""What one step of ZeRO-3 asks of NCCL groups, counted: ``python -m ds_zipccl.benchmarks.comm.counted --json PATH``.
+"""What a step of ZeRO-3, or of experts, asks of NCCL groups, counted: ``python -m ds_zipccl.benchmarks.comm.counted --json PATH``.
 
 Rank 0 of each topology runs the schedules of the package on a group without peers: collectives and kernels only count, and memory is
 reserved, never touched. Every rank of a topology runs the same schedules, so that rank 0 stands for all. Sizes of frames follow from the
@@ -24,6 +24,7 @@ from ds_zipccl.cli.tables import Column
 from ds_zipccl.comm.group_state import group_state
 from ds_zipccl.comm.transport import COLLECTIVE_TRANSPORTS
 from ds_zipccl.config import ZipcclConfig
+from ds_zipccl.frame import HEADER_BYTES
 from ds_zipccl.kernels.cuda.jobs import frame_bytes
 from ds_zipccl.policy import admission, wire
 from ds_zipccl.policy.cost_model import GATHER, RATIO, SUM
@@ -33,6 +34,10 @@ from ds_zipccl.telemetry import counters
 LAYER = (4096**2,) * 4 + (4096 * 11008,) * 3 + (4096,) * 2
 EMBEDDINGS = (32_000 * 4096,) * 2
 LAYERS, BUCKET = 32, 500_000_000
+#: Elements that a rank sends in an exchange of a layer of experts: places for 8192 tokens with a capacity factor of 1.25; the exchanges.
+EXCHANGE, EXCHANGES = 8192 * 5 // 4 * 4096, ("dispatch", "combine", "combine.bwd", "dispatch.bwd")
+#: Steps of the layer: the first and the last are counted. Its empty places change from step to step, and the ratios with them.
+EXCHANGE_RATIOS = (1.9, 1.6, 1.8, 2.1, 1.7, 2.0)
 #: Nodes and GPUs of a node.
 TOPOLOGIES = ((2, 8), (4, 8))
 #: Bytes of a GPU's memory, and those that are free after the first step.
@@ -49,18 +54,22 @@ COLUMNS = (
         "d",
     ),
     *tables.alike("sent_gb plain_gb", ".1f"),
+    *tables.alike("exchange_waits idle_waits_first idle_waits exchange_launches_first exchange_launches", "d"),
+    *tables.alike("read_gb_first read_gb", ".2f"),
 )
 
 
 class Counting:
     """Collectives and kernels that only count: a :class:`~ds_zipccl.comm.transport.protocol.CollectiveTransport` and the functions of
-    kernels that its schedules call. ``between``: bytes that a node sends to other nodes; the backend's gathers are rings."""
+    kernels that its schedules call. ``between``: bytes that a node sends to other nodes; the backend's gathers are rings. ``calls``: also
+    the waits of the host behind which no collective was issued, and the bytes of words that encoders read."""
 
     def __init__(self) -> None:
         self.calls: Counter[str] = Counter()
         self.nodes: Sequence[Sequence[int]] = ()
         self.between = 0.0
         self.ratio = 1.0
+        self._issued = 0
 
     def __call__(self, group: dist.ProcessGroup) -> Counting:
         return self
@@ -83,22 +92,27 @@ class Counting:
 
     def max(self, words: torch.Tensor) -> None:
         words[1:] = words.max()  # the sizes that other ranks tell
+        self._issued = self.calls["collective"]
 
     def timeout(self, device: torch.device) -> timedelta:
+        self.calls["idle wait"] += self.calls["collective"] == self._issued  # the host asks before it waits
         return timedelta(minutes=1)
 
     def frame_sizes(
         self, segments: Sequence[torch.Tensor], code: str, block: int, headers: torch.Tensor, bases: Any = None
     ) -> None:
-        self.calls["launch"] += 1
-        sizes = [int(words.nbytes / self.ratio) for words in segments]
-        frame_bytes(headers.view(len(sizes), -1)).copy_(torch.tensor(sizes))
+        self.encode_frames(segments, code, block, headers.view(len(segments), -1))
 
-    def encode_frames(self, *arguments: Any) -> None:
+    def encode_frames(
+        self, segments: Sequence[torch.Tensor] = (), code: str = "", block: int = 0, slots: Any = ()
+    ) -> None:
         self.calls["launch"] += 1
+        self.calls["read"] += sum(words.nbytes for words in segments) if code != "raw" else 0
+        for words, slot in zip(segments, slots, strict=True):
+            frame_bytes(slot[:HEADER_BYTES].view(1, -1)).fill_(int(words.nbytes / self.ratio))
 
     def __getattr__(self, name: str) -> Any:
-        if name in ("encode_gather", "decode_gather", "decode_sum_frames"):
+        if name in ("encode_gather", "decode_gather", "decode_frames", "decode_sum_frames"):
             self.calls["fragment"] += name == "encode_gather"
             return lambda *arguments, **named: self.encode_frames()
         raise AttributeError(name)
@@ -166,6 +180,28 @@ def count(nodes: int, each: int, counting: Counting) -> dict[str, Any]:
     }
 
 
+def _exchanges(counting: Counting) -> dict[str, Any]:
+    """Return the counts of the exchanges of a layer of experts, in the first step, which agrees on sizes first, and in the last."""
+    source, target = _words(EXCHANGE), _words(EXCHANGE)
+    steps = []
+    for counting.ratio in EXCHANGE_RATIOS:
+        counters.reset()
+        counting.calls.clear()
+        for kind in EXCHANGES:
+            comm.all_to_all_single(target, source, config=CONFIG, role="ep", kind=kind)
+        steps.append(dict(counting.calls))
+    waits = sum(row["host_waits"] for row in counters.rows())
+    return {"exchange_waits": waits} | {
+        name + when: calls[key] / unit if unit > 1 else calls[key]
+        for name, key, unit in (
+            ("idle_waits", "idle wait", 1),
+            ("exchange_launches", "launch", 1),
+            ("read_gb", "read", 1e9),
+        )
+        for when, calls in (("_first", steps[0]), ("", steps[-1]))
+    }
+
+
 def _words(numel: int) -> torch.Tensor:
     return torch.empty(numel, dtype=torch.bfloat16)
 
@@ -177,7 +213,11 @@ def rows() -> list[dict[str, Any]]:
     admission.CODED_BACKENDS["cpu"] = (BACKEND,)
     admission.STREAM_BACKENDS = (*admission.STREAM_BACKENDS, BACKEND)  # type: ignore[assignment]
     kernels.ROUTES["cpu"] = {"counted": lambda: counting}
-    return [count(nodes, each, counting) for nodes, each in TOPOLOGIES]
+    found = [count(nodes, each, counting) for nodes, each in TOPOLOGIES]
+    for row in found:
+        with _world(row["nodes"], row["each"], counting):
+            row |= _exchanges(counting)
+    return found
 
 
 def main() -> None:

@@ -5,7 +5,8 @@ The sender decides alone what a frame names: its codec, its block, its rows. Bot
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import defaultdict, deque
+from collections.abc import Hashable, Sequence
 
 from ds_zipccl.config import ZipcclConfig
 from ds_zipccl.frame import CHUNK_BLOCKS
@@ -102,8 +103,6 @@ def fragment_numel(numel: int, itemsize: int, ranks: int, staging: int) -> int:
 DEVICE_FRAGMENTS, DEVICE_FRAGMENT_BYTES = 4, 16 << 20
 #: Slots are multiples of this many bytes (seed: of NCCL's and the memory's units).
 SLOT_UNIT = 512
-
-
 #: Bytes of the staging buffers of a device by default: the least of a number, a part of its memory, and a part of what is free after the
 #: first optimizer step (seed: two agreements a bucket of 1 GB); never fewer than the last.
 DEVICE_STAGING, OF_MEMORY, OF_FREE, LEAST_STAGING = 1 << 30, 0.015, 0.1, 16 << 20
@@ -179,6 +178,40 @@ def between_nodes(nodes: Sequence[Sequence[int]], ranks: int) -> float:
 def even_piece(numel: int, itemsize: int, ranks: int, budget: int) -> int:
     """Return the elements of a frame of exchanges whose segments all have ``numel`` elements. A step has one frame for each peer."""
     return device_cut(numel, 2 * ranks * itemsize, budget)  # sent and received
+
+
+#: What a slot has more than the forecast, and good forecasts in a row before one is used (seed: DeepSpeed-MoE, see docs/benchmarks.md).
+FORECAST_MARGIN, GOOD_FORECASTS = 1 / 32, 3
+
+
+class Forecast:
+    """Forecasts the sizes of an exchange's frames from those of earlier exchanges. Equal on all ranks, as these sizes are.
+
+    A frame takes the part of its words that it took in the last exchange of its site; or that of the dispatch of its layer of experts,
+    whose empty rows it has too, times a factor of the site. The last layer has its gradients first."""
+
+    def __init__(self) -> None:
+        #: The part of each way to forecast, and good forecasts in a row.
+        self._known = defaultdict[Hashable, tuple[float, int]](lambda: (0.0, 0))
+        self._dispatches = deque([1.0], maxlen=4096)  # those of layers without gradients stay
+
+    def slot(self, site: Hashable, nbytes: int) -> int:
+        """Return the bytes of slots for frames of ``nbytes`` bytes of words; 0: the last forecasts were not good."""
+        for way, scale in enumerate((self._dispatches[-1], 1.0)):
+            if self._known[site, way][1] >= GOOD_FORECASTS:
+                return int(self._known[site, way][0] * scale * nbytes * (1 + FORECAST_MARGIN))
+        return 0
+
+    def note(self, site: Hashable, kind: str, nbytes: int, frame: int) -> None:
+        """Note the bytes of the largest frame of ``nbytes`` bytes of words. ``kind``: of the exchange, in a layer of experts."""
+        for way, scale in enumerate((self._dispatches[-1], 1.0)):
+            part, good = self._known[site, way]
+            slot = part * scale * nbytes * (1 + FORECAST_MARGIN)
+            fits = frame <= slot <= (1 + 2 * FORECAST_MARGIN) * frame
+            self._known[site, way] = frame / (scale * nbytes), fits * (good + 1)
+        if kind == "dispatch.bwd" and len(self._dispatches) > 1:
+            self._dispatches.pop()
+        self._dispatches += [frame / nbytes] * (kind == "dispatch")
 
 
 def uneven_piece(itemsize: int, ranks: int, budget: int) -> int:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,6 +24,16 @@ def fails(function: Callable[..., Any], ranks: int, *arguments: Any, seeds: int 
     with pytest.raises(AssertionError):
         for seed in range(seeds):
             world.run(function, ranks, *arguments, seed=seed, **options)
+
+
+def only(when: Callable[[], bool], plant: Plant) -> Plant:
+    """What a plant replaces is as before while ``when`` says no."""
+
+    def between(patch: MonkeyPatch, owner: Any, name: str, wrong: Any) -> None:
+        good = getattr(owner, name)
+        patch.setattr(owner, name, lambda *given, **named: (wrong if when() else good)(*given, **named))
+
+    return lambda patch: plant(SimpleNamespace(setattr=functools.partial(between, patch)))  # type: ignore[arg-type]
 
 
 def without_order(first: Stage, second: Stage) -> Plant:

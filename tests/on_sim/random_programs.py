@@ -165,7 +165,7 @@ def limits(budget: int, levels_from: float = 0.0) -> Iterator[None]:
         record(role, op, nbytes, reason, **named)
 
     patched = [
-        (wire, "FRAGMENT_UNIT", 512), (wire, "DEVICE_FRAGMENT_BYTES", 1 << 12), (wire, "RAW_BELOW_BYTES", 64),
+        (wire, "FRAGMENT_UNIT", 512), (wire, "DEVICE_FRAGMENT_BYTES", 1 << 12), (wire, "RAW_BELOW_BYTES", 64), (wire, "GOOD_FORECASTS", 0),
         (cost_model, "levels_from", lambda topology, profile: levels_from if topology.levels else math.inf),
         (streams, "_GRAIN", 1 << 10), (context.DeviceContext, "__init__", open_small), (counters, "record_pass", note),
     ]  # fmt: skip

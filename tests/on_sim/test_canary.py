@@ -68,7 +68,7 @@ def test_every_call_is_coded(route: CudaBackend) -> None:
     world.run(behind_another_call, 2, route=route)
     assert {(row["role"], row["op"]): (row["calls"], row["passed"]) for row in counters.rows()} == {
         ("dp", "all_gather_into_tensor"): (2, 0), ("zero_param", "all_gather_into_tensor"): (2, 0),
-        ("ep", "all_to_all_single"): (4, 0), ("zero_grad", "all_reduce"): (2, 0), ("zero_grad", "reduce_scatter_tensor"): (4, 0),
+        ("ep", "all_to_all_single"): (2 * 6, 0), ("zero_grad", "all_reduce"): (2, 0), ("zero_grad", "reduce_scatter_tensor"): (4, 0),
     }  # fmt: skip
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,8 +16,10 @@ from sim.device import mine
 from tiers import mostly_full
 
 from ds_zipccl.comm.device import exchange as on_device
+from ds_zipccl.comm.device import sizes as agreement
 from ds_zipccl.comm.device.streams import Stage
 from ds_zipccl.comm.group_state import group_state
+from ds_zipccl.comm.transport.nccl import NcclTransport
 from ds_zipccl.comm.work import CommError
 from ds_zipccl.kernels.cuda.backend import CudaBackend
 from ds_zipccl.policy import wire
@@ -24,7 +27,7 @@ from ds_zipccl.policy.admission import PassReason
 from ds_zipccl.policy.cost_model import DeviceProfile, exchange_gains
 from ds_zipccl.telemetry import counters
 from on_sim import plants, world
-from on_sim.cases import CODED, bytes_sent, noise, weights
+from on_sim.cases import CODED, bytes_sent, noise, once, weights
 
 PAIRS = ((0, 1), (2, 3))
 
@@ -246,14 +249,186 @@ def test_wrong_numbers_are_refused(route: CudaBackend, monkeypatch: pytest.Monke
     assert not second  # goes on, and meets nobody: its streams wait, its host does not
 
 
+# --- frames that travel while the host waits
+
+
+#: Part of rank 1's words that does not shrink, by call. The sixth call finds slots that are too small, the last one too.
+PARTS = (0, 0, 0, 0, 0, 0.2, 0, 0, 0, 0, 1)
+SENT_AHEAD = (4, 5, 10)
+
+
+def forecast(rank: int, ranks: int, numel: int, nodes: Any = ()) -> list[tuple[int, ...]]:
+    """Calls of a site, whose inputs are made late and whose outputs are used at once; every other one behind a gather that overtakes it.
+    Returns the exchanges of each, and those that it had issued at each wait of the host."""
+    if nodes:
+        levels.pretend(nodes)
+    api = moves.coded(**CODED, staging_mib=1)
+    issued, found = mine().counters.collectives, []
+    for call, part in enumerate(PARTS):
+        inputs = []
+        for peer in range(ranks):
+            words = weights(peer + 5 * call, ranks * numel).view(ranks, numel)
+            end = int(numel * part) if peer == 1 else 0
+            words[:, :end] = noise(call, ranks * end).view(ranks, end)
+            inputs.append(words)
+        ISSUED[rank].clear()
+        before = issued["all_to_all"]
+        source = inputs[rank].view(-1).to(f"cuda:{rank}") * 1
+        target = torch.empty_like(source)
+        handle = api.all_to_all_single(target, source, None, None, None, call % 2 == 1)
+        found.append((issued["all_to_all"] - before, *(number - before for number in ISSUED[rank])))
+        if handle is not None:
+            once("gather", rank, ranks)
+            handle.wait()
+        corpus.assert_same_bits(target.cpu(), torch.cat([words[rank] for words in inputs]))
+    return found
+
+
+#: Rank -> the exchanges that it has issued at each wait for an agreement.
+ISSUED: dict[int, list[int]] = {}
+
+
+@pytest.fixture(autouse=True)
+def waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    ISSUED.update({rank: [] for rank in range(8)})
+    ended = agreement.ended
+
+    def wait(event: Any, seconds: float) -> bool:
+        ISSUED[mine().rank].append(mine().counters.collectives["all_to_all"])
+        return ended(event, seconds)
+
+    monkeypatch.setattr(agreement, "ended", wait)
+
+
+#: Ranks, elements of a segment, and nodes -> the exchanges of a call: one for each step.
+FORECAST = {"one step": (2, 9001, (), 1), "steps": (3, 60_000, (), 4), "nodes": (4, 9001, ((0,), (1, 2, 3)), 1)}
+
+
+@pytest.mark.parametrize("name", FORECAST)
+def test_frames_travel_while_the_host_waits(route: CudaBackend, name: str) -> None:
+    """From the fifth call on. All ranks send again what is too large for the slots of one; the host waits once in each call."""
+    ranks, numel, nodes, steps = FORECAST[name]
+    for seed in range(2):
+        ran = world.run(forecast, ranks, numel, nodes, seed=seed, modes=world.ALL_MODES[-seed], route=route).values
+        for call, part in enumerate(PARTS):
+            again = 0 if not part else steps if part < 1 else 1  # words that do not shrink go plain
+            wanted = (steps + again, steps) if call in SENT_AHEAD else (steps, 0)
+            assert [found[call] for found in ran] == [wanted] * ranks, call
+
+
+def refused(rank: int, ranks: int) -> list[str]:
+    """Calls of a site, of which the fifth is sent ahead. Returns the errors."""
+    source, errors = weights(rank, 2 * 9001).to(f"cuda:{rank}"), []
+    for _ in range(6):
+        try:
+            moves.coded(**CODED).all_to_all_single(torch.empty_like(source), source)
+        except CommError as error:
+            errors.append(str(error))
+    return errors
+
+
+@pytest.mark.parametrize("call", [3, 4])
+def test_a_damaged_frame_is_refused(route: CudaBackend, monkeypatch: pytest.MonkeyPatch, call: int) -> None:
+    """By all ranks in the next call, whose words are on their way: a byte for rank 1 changes in the call before it, or in it."""
+    original, carried = communicator._exchange, []
+
+    def flip(gpu: Any, calls: Any) -> None:
+        original(gpu, calls)
+        if calls[0].kind == "all_to_all":
+            carried.append(call)
+            if len(carried) == call + 1:
+                arrived = calls[1].arrived
+                arrived[0] = arrived[0].clone()
+                arrived[0].view(-1)[0] ^= 8
+
+    monkeypatch.setattr(communicator, "_exchange", flip)
+    found = world.run(refused, 2, route=route).values
+    assert [len(errors) for errors in found] == [6 - call - 1] * 2 and len(carried) == 6
+    assert all("stop the job on all ranks" in error and "MAGIC" in error for errors in found for error in errors), found
+
+
+def test_too_large_for_the_budget(route: CudaBackend) -> None:
+    """All steps of a call are in the staging buffers at a time, or none is sent ahead."""
+    ran = world.run(forecast, 2, 140_000, route=route).values
+    assert {issued for found in ran for _, issued in found} == {0}
+
+
+def test_forecast() -> None:
+    """Two layers whose empty rows change from step to step. All but the dispatch have them; the experts' biases fill those of a combine."""
+    for biased in (False, True):
+        forecasts, hits = wire.Forecast(), {kind: 0 for kind in ("dispatch", "combine", "combine.bwd", "dispatch.bwd")}
+        for step in range(20):
+            empty = [0.1 + 0.37 * (7 * step % 5) / 5, 0.3 + 0.5 * (3 * step % 7) / 7]
+            forward = [(kind, part) for part in empty for kind in ("dispatch", "combine")]
+            backward = [(kind, part) for part in reversed(empty) for kind in ("combine.bwd", "dispatch.bwd")]
+            for kind, part in forward + backward:
+                frame = int(
+                    650_000 * (1 if biased and kind == "combine" else 1 - part) * (1 + 0.01 * kind.endswith("bwd"))
+                )
+                slot = forecasts.slot(kind, 1_000_000)
+                assert not slot or frame <= slot < 1.04 * frame
+                hits[kind] += slot > 0
+                forecasts.note(kind, kind, 1_000_000, frame)
+        assert hits["dispatch"] == 0 and min(hits[kind] for kind in hits if kind != "dispatch") >= 36
+
+
 # --- planted mistakes
 
 
+def early(patch: pytest.MonkeyPatch) -> None:
+    """Decoders do not wait for the wire."""
+    send = on_device._Step.send
+
+    def forgetful(self: Any) -> None:
+        send(self)
+        self._arrived = None
+
+    patch.setattr(on_device._Step, "send", forgetful)
+
+
+def own_sizes(patch: pytest.MonkeyPatch) -> None:
+    """A rank reads the sizes of its own frames, not those of all ranks."""
+    most = NcclTransport.max
+
+    def apart(self: Any, words: torch.Tensor) -> None:
+        kept = words.clone()
+        most(self, words)
+        words.copy_(kept)
+
+    patch.setattr(NcclTransport, "max", apart)
+
+
+def never_again(patch: pytest.MonkeyPatch) -> None:
+    """Frames that are too large for their slots are decoded."""
+
+    def fits(*given: Any) -> Callable[[], list[int]]:
+        end = agreement.agreement(*given)
+        return lambda: [min(9, one) for one in end()]
+
+    patch.setattr(on_device, "agreement", fits)
+
+
+def of_one_rank(patch: pytest.MonkeyPatch) -> None:
+    """Rank 0 forecasts nothing."""
+    slot = wire.Forecast.slot
+    patch.setattr(wire.Forecast, "slot", lambda *given: slot(*given) if mine().rank else 0)
+
+
+#: Mistakes that ``forecast`` notices.
+AHEAD: dict[str, tuple[plants.Plant, str]] = {
+    "encode -> wire": (plants.without_order(Stage.ENCODE, Stage.WIRE), "one step"),
+    "wire -> decode": (early, "one step"),
+    "wire -> encode": (plants.without_order(Stage.WIRE, Stage.ENCODE), "steps"),
+    "agreement": (plants.unread_agreement, "one step"),
+    "sizes": (own_sizes, "one step"),
+    "never again": (never_again, "one step"),
+    "slots": (of_one_rank, "one step"),
+}
 #: The program that notices is ``thrice`` on two ranks, for a staging buffer ``in_steps`` on three.
 MISTAKES: dict[str, plants.Plant] = {
     "staging": plants.staging_early,
     "encode -> wire": plants.without_order(Stage.ENCODE, Stage.WIRE),
-    "wire -> decode": plants.without_order(Stage.WIRE, Stage.DECODE),
+    "wire -> decode": early,
     "decode -> encode": plants.without_order(Stage.DECODE, Stage.ENCODE),
     "caller": plants.no_begin,
     "agreement": plants.unread_agreement,
@@ -285,6 +460,25 @@ def thrice(rank: int, ranks: int) -> None:
 def test_planted_mistakes(route: CudaBackend, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     MISTAKES[name](monkeypatch)
     plants.fails(*((in_steps, 3) if name == "staging" else (thrice, 2)), route=route)
+
+
+@pytest.mark.parametrize("name", AHEAD)
+def test_planted_mistakes_ahead(route: CudaBackend, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """Planted in what is sent ahead alone."""
+    plant, case = AHEAD[name]
+    ahead, now = on_device._send_ahead, set()
+
+    def noted(*given: Any) -> list[int]:
+        now.add(mine().rank)
+        try:
+            return ahead(*given)
+        finally:
+            now.discard(mine().rank)
+
+    monkeypatch.setattr(on_device, "_send_ahead", noted)
+    plants.only(lambda: plant is of_one_rank or mine().rank in now, plant)(monkeypatch)
+    with contextlib.suppress(CommError):  # refused frames are noticed too
+        plants.fails(forecast, *FORECAST[case][:3], route=route)
 
 
 def test_without_mistakes(route: CudaBackend) -> None:

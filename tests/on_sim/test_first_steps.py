@@ -28,7 +28,7 @@ from ds_zipccl.comm.group_state import of_all_groups
 from ds_zipccl.config import ZipcclConfig
 from ds_zipccl.kernels import build
 from ds_zipccl.kernels.cuda.backend import CudaBackend
-from ds_zipccl.policy import cost_model
+from ds_zipccl.policy import cost_model, wire
 from ds_zipccl.policy.admission import PassReason
 from ds_zipccl.telemetry import counters
 from on_sim import plants, world
@@ -189,6 +189,7 @@ def test_a_healthy_job_looks_and_goes_on(route: CudaBackend, monkeypatch: Monkey
 def test_comparing_costs_the_plain_bytes_and_little_more(route: CudaBackend, monkeypatch: MonkeyPatch) -> None:
     """Beside the coded copy. A proven role costs the coded copy alone, a role that comes too late the plain call alone."""
     monkeypatch.setattr(first_steps, "LAST", 4)
+    monkeypatch.setattr(wire, "GOOD_FORECASTS", 99)  # all exchanges agree on sizes first
     ended, seen = choice.end_step, (list[tuple[int, int]](), list[tuple[int, int]]())
 
     def counting(engine: Any) -> None:

@@ -9,7 +9,6 @@ import re
 import sys
 from collections.abc import Callable
 from datetime import timedelta
-from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 
@@ -37,16 +36,6 @@ from on_sim.test_first_steps import CONFIG, forgotten  # noqa: F401
 
 Plant = Callable[[MonkeyPatch], None]
 BOTH = {"zero_param", "ep"}
-
-
-def only(when: Callable[[], bool], plant: Plant) -> Plant:
-    """What a plant replaces is as before while ``when`` says no."""
-
-    def between(patch: MonkeyPatch, owner: Any, name: str, wrong: Any) -> None:
-        good = getattr(owner, name)
-        patch.setattr(owner, name, lambda *given, **named: (wrong if when() else good)(*given, **named))
-
-    return lambda patch: plant(SimpleNamespace(setattr=functools.partial(between, patch)))  # type: ignore[arg-type]
 
 
 emulated = functools.cache(emulation.load)
@@ -150,9 +139,9 @@ KERNELS: dict[str, tuple[Callable[[MonkeyPatch], object], str]] = {
 }  # fmt: skip
 CANARY: dict[str, tuple[Plant, str, str]] = {
     "the part of another rank": (at_start.other_rank_skipped, "0, 1", "all_gather_into_tensor: word"),
-    "the same on one rank": (only(one_rank, at_start.other_rank_skipped), "1", "all_gather_into_tensor: word"),
+    "the same on one rank": (plants.only(one_rank, at_start.other_rank_skipped), "1", "all_gather_into_tensor: word"),
     "a wrong sum": (at_start.own_summand_left_out, "0, 1", "all_reduce: word"),
-    "a wrong exchange": (only(one_rank, after("decode_frames", flip(-1))), "1", "even all_to_all_single: word"),
+    "a wrong exchange": (plants.only(one_rank, after("decode_frames", flip(-1))), "1", "even all_to_all_single: word"),
     "a byte changes on the way": (at_start.changed_on_the_way, "0, 1", ".*refused: MAGIC"),
     "no memory for frames": (at_start.encoder_of_one_rank, "0, 1", "even all_to_all_single: the device did"),
     "it hangs": (at_start.frames_never_sent, "0, 1", "all_gather_into_tensor: the device did not end its work"),
@@ -178,7 +167,7 @@ WRONG = "role zero_param have wrong words after 6 steps, rank {}: .*1 words wron
 LATER: dict[str, tuple[int, Plant, str, bool]] = {
     "no memory to look": (5, no_memory("_parts"), "zero_param coded from step 5 on", False),
     "the last bit of a gather": (5, after("decode_gather", flip(-1)), WRONG.format(0), True),
-    "the same on one rank": (5, only(one_rank, after("decode_gather", flip(0))), WRONG.format(1), True),
+    "the same on one rank": (5, plants.only(one_rank, after("decode_gather", flip(0))), WRONG.format(1), True),
     "a refused frame": (4, in_steps.first_frame_damaged, "refused: MAGIC.*stop the job on all ranks", True),
 }  # fmt: skip
 OFF = r"nccl is off: ranks \[{}\] "
@@ -191,8 +180,8 @@ FAULTS: dict[str, tuple[Plant, str, set[str], bool]] = {
     **{f"kernels: {name}": (no_kernels(fails), NO_KERNELS.format(1, 1, said), set(), False) for name, (fails, said) in KERNELS.items()},
     **{f"canary: {name}": (plant, f"{OFF.format(ranks)}did not get the words of the canary right; rank .: {said}", set(), False)
        for name, (plant, ranks, said) in CANARY.items()},
-    **{f"steps: {name}": (only(when, plant), said, coded, False) for name, (when, plant, said, coded) in STEPS.items()},
-    **{f"later: {name}": (only(behind(step), plant), said, BOTH, ends) for name, (step, plant, said, ends) in LATER.items()},
+    **{f"steps: {name}": (plants.only(when, plant), said, coded, False) for name, (when, plant, said, coded) in STEPS.items()},
+    **{f"later: {name}": (plants.only(behind(step), plant), said, BOTH, ends) for name, (step, plant, said, ends) in LATER.items()},
 }  # fmt: skip
 SHORT = ("none", "kernels: a wrong byte", "canary: it hangs", "steps: no memory for a copy", "later: a refused frame")
 

@@ -1,11 +1,13 @@
 """All-to-alls on a device: frames of segments for other nodes go into slots, whose sizes both sides know before the words are sent.
 
 Segments for ranks of the own node go as raw frames: these ranks are reached without a network. With equal segments, the ranks agree on one
-size of slots. Otherwise each pair of ranks has a size of its own, and the ranks exchange them. Either takes one wait of the host.
+size of slots; the frames travel meanwhile where their sizes can be forecast. Otherwise each pair of ranks has a size of its own, and
+the ranks exchange them. Either takes one wait of the host.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
@@ -18,10 +20,11 @@ from ds_zipccl import tensors
 from ds_zipccl.codecs import compress_bound
 from ds_zipccl.comm.device.context import DeviceContext
 from ds_zipccl.comm.device.gather import encoded_sizes, slot_of
-from ds_zipccl.comm.device.sizes import agree, exchange_words
+from ds_zipccl.comm.device.sizes import agree, agreement, exchange_words
 from ds_zipccl.comm.device.streams import Stage
 from ds_zipccl.comm.group_state import device_profile, group_nodes, group_state, resolve_group
 from ds_zipccl.frame import HEADER_BYTES
+from ds_zipccl.kernels.cuda.jobs import frame_bytes
 from ds_zipccl.policy import cost_model, wire
 
 #: Most frames of a pair of ranks (admission: larger numbers that arrive are refused, because a loop runs so often).
@@ -33,6 +36,10 @@ class _Backoffs(defaultdict[Hashable, wire.Backoff]):
 
     def __init__(self) -> None:
         super().__init__(lambda: wire.Backoff(wire.PLAIN_EXCHANGES))
+
+
+class _Forecasts(wire.Forecast):
+    """The forecasts of the sizes of a group's exchanges. Equal on all ranks."""
 
 
 class _Slot(NamedTuple):
@@ -114,33 +121,74 @@ def _kind(op: str, role: str, dtype: torch.dtype, numel: int | None) -> Hashable
 
 
 def exchange_even(ctx: DeviceContext, source: torch.Tensor, target: torch.Tensor) -> None:
-    """Exchange equal segments of flat tensors; segment r of ``source`` goes to rank r. One wait of the host, none for raw frames."""
+    """Exchange equal segments of flat tensors; segment r of ``source`` goes to rank r. One wait of the host, none for raw frames.
+
+    Where the sizes of frames can be forecast, frames travel while the host waits. If one of some rank is larger than its slot, all ranks
+    send all frames again; the host knows before frames are decoded, and so before the caller's work reads words.
+    """
     (source,) = _apart(ctx, [source], [target])
     numel = source.numel() // ctx.size
     if not numel:
         return
     piece = wire.even_piece(numel, source.itemsize, ctx.size, ctx.budget)
-    afar = _afar(ctx)
-    sizes = [HEADER_BYTES + source.nbytes]
+    nbytes, afar = min(piece, numel) * source.itemsize, _afar(ctx)
+
+    def steps_of(frame: int) -> list[_Step]:
+        frames = [frame if peer in afar else 0 for peer in range(ctx.size)]
+        leaving, coming = (
+            [_Segment(words, piece, one) for words, one in zip(flat.split(numel), frames, strict=True)]
+            for flat in (source, target)
+        )
+        return [_Step(ctx, leaving, coming, number, number + 1) for number in range(-(-numel // piece))]
+
+    sizes, slot = [HEADER_BYTES + source.nbytes], 0
     if ctx.codec != "raw":
-        found = encoded_sizes(ctx, [part for peer in afar for part in source.split(numel)[peer].split(piece)])
-        with ctx.streams.on(Stage.ENCODE):
-            most = found.view(len(afar), -1).amax(0)
-        sizes = agree(ctx, [most])
-        nbytes = int(source.nbytes * wire.between_nodes(group_nodes(ctx.group), ctx.size))
-        _note(ctx, source.dtype, source.numel(), nbytes, nbytes * sum(sizes) / (numel * source.itemsize))
+        kind = _kind(ctx.op, ctx.role, source.dtype, source.numel())
+        forecast, site = ctx.state.of(_Forecasts), (kind, ctx.kind, ctx.codec, ctx.config.block)
+        if 2 * source.nbytes <= ctx.budget:  # words, not slots: the ranks of a smaller node have other slots
+            slot = wire.slot_bytes(forecast.slot(site, nbytes))
+        if slot and wire.shrinks(nbytes, slot):
+            sizes = _send_ahead(ctx, steps_of(slot), slot)
+        else:
+            slot = 0
+            found = encoded_sizes(ctx, [part for peer in afar for part in source.split(numel)[peer].split(piece)])
+            with ctx.streams.on(Stage.ENCODE):
+                most = found.view(len(afar), -1).amax(0)
+            sizes = agree(ctx, [most])
+        forecast.note(site, ctx.kind, nbytes, max(sizes))
+        between = int(source.nbytes * wire.between_nodes(group_nodes(ctx.group), ctx.size))
+        _note(ctx, source.dtype, source.numel(), between, between * sum(sizes) / (numel * source.itemsize))
     largest = max(sizes)
-    if not wire.shrinks(min(piece, numel) * source.itemsize, largest):
+    if largest > slot and not wire.shrinks(nbytes, largest):
         with ctx.streams.wire():
             ctx.transport.all_to_all(target, source)
         ctx.count(source.nbytes // ctx.size * (ctx.size - 1), source.nbytes // ctx.size * (ctx.size - 1))
         return
-    frames = [largest if peer in afar else 0 for peer in range(ctx.size)]
-    leaving, coming = (
-        [_Segment(words, piece, frame) for words, frame in zip(flat.split(numel), frames, strict=True)]
-        for flat in (source, target)
-    )
-    _in_steps(ctx, leaving, coming, -(-numel // piece), 1)
+    for step in steps_of(largest) if largest > slot else ():
+        step.run()
+    ctx.copy(source.split(numel)[ctx.rank], target.split(numel)[ctx.rank])
+
+
+def _send_ahead(ctx: DeviceContext, steps: Sequence[_Step], slot: int) -> list[int]:
+    """Send coded frames in slots of ``slot`` bytes, for which some may be too large, and decode them if none is. Return the bytes of the
+    largest frame of any rank, by step. The host waits for these while the words of the last step, at least, are on their way."""
+    with ctx.streams.staging(sum(step.nbytes for step in steps), ctx.budget) as staging:
+        first, *rest = steps
+        parts = staging.split([step.nbytes for step in steps])
+        first.encode(parts[0])
+        if rest:
+            first.send()
+        for step, part in zip(rest, parts[1:], strict=True):
+            step.encode(part)
+        with ctx.streams.on(Stage.ENCODE):
+            most = [torch.cat(sizes).amax(0, keepdim=True) for step in steps if (sizes := step.coded_sizes())]
+        agreed = agreement(ctx, most)
+        for step in rest or steps:
+            step.send()
+        found = agreed()
+        for step in steps if max(found) <= slot else ():
+            step.decode()
+    return found
 
 
 def exchange_uneven(ctx: DeviceContext, sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> None:
@@ -172,7 +220,10 @@ def exchange_uneven(ctx: DeviceContext, sources: Sequence[torch.Tensor], targets
         for tensors, told in ((sources, sent), (targets, received))
     )
     pieces = max(one.pieces for one in received)
-    _in_steps(ctx, leaving, coming, pieces, wire.pieces_of_step(most, ctx.budget))
+    together = wire.pieces_of_step(most, ctx.budget)
+    for first in range(0, pieces, together):
+        _Step(ctx, leaving, coming, first, first + together).run()
+    ctx.copy(sources[ctx.rank], targets[ctx.rank])
 
 
 def _apart(
@@ -241,37 +292,67 @@ def _note(ctx: DeviceContext, dtype: torch.dtype, numel: int | None, nbytes: flo
     ctx.state.of(_Backoffs)[_kind(ctx.op, ctx.role, dtype, numel)].note(pays)
 
 
-def _in_steps(
-    ctx: DeviceContext, leaving: Sequence[_Segment], coming: Sequence[_Segment], pieces: int, together: int
-) -> None:
-    """Send ``pieces`` frames of each segment, ``together`` of them in a step, and copy the own segment."""
-    for first in range(0, pieces, together):
-        _step(ctx, leaving, coming, first, first + together)
-    ctx.copy(leaving[ctx.rank].words, coming[ctx.rank].words)
+class _Step:
+    """The frames from ``first`` to before ``last`` of each segment, which travel together. ``nbytes``: of their staging memory."""
 
+    def __init__(
+        self, ctx: DeviceContext, leaving: Sequence[_Segment], coming: Sequence[_Segment], first: int, last: int
+    ) -> None:
+        self._ctx = ctx
+        self._sent, self._received = (
+            [() if rank == ctx.rank else segment.slots(first, last) for rank, segment in enumerate(segments)]
+            for segments in (leaving, coming)
+        )
+        self._leaves, self._comes = (
+            [sum(slot.nbytes for slot in slots) for slots in some] for some in (self._sent, self._received)
+        )
+        self.nbytes = sum(self._leaves) + sum(self._comes)
 
-def _step(ctx: DeviceContext, leaving: Sequence[_Segment], coming: Sequence[_Segment], first: int, last: int) -> None:
-    sent, received = (
-        [() if rank == ctx.rank else segment.slots(first, last) for rank, segment in enumerate(segments)]
-        for segments in (leaving, coming)
-    )
-    sent_sizes, received_sizes = ([sum(slot.nbytes for slot in slots) for slots in all_] for all_ in (sent, received))
-    leaves, comes = sum(sent_sizes), sum(received_sizes)
-    streams, block = ctx.streams, ctx.config.block
-    with streams.staging(leaves + comes, ctx.budget) as staging:
-        outgoing, incoming = staging[:leaves], staging[leaves:]
-        filled = _cut(outgoing, sent)
-        with streams.on(Stage.ENCODE):
+    def run(self) -> None:
+        """Put all work of the step on the streams."""
+        with self._ctx.streams.staging(self.nbytes, self._ctx.budget) as staging:
+            self.encode(staging)
+            self.send()
+            self.decode()
+
+    def encode(self, staging: torch.Tensor) -> None:
+        ctx = self._ctx
+        self._outgoing, self._incoming = staging.split([sum(self._leaves), sum(self._comes)])
+        filled = _cut(self._outgoing, self._sent)
+        with ctx.streams.on(Stage.ENCODE):
             for raw, code in ((False, ctx.codec), (True, "raw")):
                 some = [(slot.words, place) for slot, place in filled if slot.raw == raw]
-                ctx.route.encode_frames([words for words, _ in some], code, block, [place for _, place in some])
-        with streams.wire():
-            ctx.transport.all_to_all(incoming, outgoing, received_sizes, sent_sizes)
-        with streams.on(Stage.DECODE):
-            got = _cut(incoming, received)
-            report = ctx.reports.word(ctx.where(), _names(ctx, received))
-            ctx.route.decode_frames([place for _, place in got], block, [slot.words for slot, _ in got], report)
-    ctx.count(sum(slot.words.nbytes for slot, _ in filled), leaves)
+                words, places = [words for words, _ in some], [place for _, place in some]
+                ctx.route.encode_frames(words, code, ctx.config.block, places)
+        ctx.count(0, sum(self._leaves))
+
+    def coded_sizes(self) -> list[torch.Tensor]:
+        """Return the bytes of all coded frames, int64; of one that is too large for its slot too. Work of the current stream."""
+        found, end = [], 0
+        slots = [slot for some in self._sent for slot in some]
+        for (raw, nbytes), alike in itertools.groupby(slots, lambda slot: (slot.raw, slot.nbytes)):
+            begin, end = end, end + nbytes * len(list(alike))
+            if not raw:
+                found.append(frame_bytes(self._outgoing[begin:end].view(-1, nbytes)).contiguous())
+        return found
+
+    def send(self) -> None:
+        streams = self._ctx.streams
+        streams.order(Stage.ENCODE, Stage.WIRE)
+        with streams.on(Stage.WIRE):
+            self._ctx.transport.all_to_all(self._incoming, self._outgoing, self._comes, self._leaves)
+        self._arrived = streams.record(Stage.WIRE)
+
+    def decode(self) -> None:
+        ctx = self._ctx
+        with ctx.streams.on(Stage.DECODE):
+            ctx.streams.join(self._arrived)
+            got = _cut(self._incoming, self._received)
+            report = ctx.reports.word(ctx.where(), _names(ctx, self._received))
+            ctx.route.decode_frames(
+                [place for _, place in got], ctx.config.block, [slot.words for slot, _ in got], report
+            )
+        ctx.count(sum(slot.words.nbytes for some in self._sent for slot in some), 0)
 
 
 def _cut(memory: torch.Tensor, slots: Sequence[Sequence[_Slot]]) -> list[tuple[_Slot, torch.Tensor]]:

@@ -43,13 +43,24 @@ def agree(ctx: DeviceContext, words: Sequence[torch.Tensor]) -> list[int]:
     Raises:
         CommError: a rank has refused a frame of an earlier operation, or did not come within the timeout. All ranks raise.
     """
+    return agreement(ctx, words)()
+
+
+def agreement(ctx: DeviceContext, words: Sequence[torch.Tensor]) -> Callable[[], list[int]]:
+    """Start :func:`agree`. Return the function in which the host waits and that ends it, before the next one starts: later work of the
+    streams goes on meanwhile."""
     streams = ctx.streams
     with streams.on(Stage.ENCODE):
         streams.order(Stage.DECODE, Stage.ENCODE)  # for the reports; earlier decoders only delay
         flat = torch.cat([ctx.reports.failed(), *words])
-    failed, *agreed = _to_host(ctx, flat, lambda: ctx.transport.max(flat)).tolist()
-    _raise_refused(ctx, failed)
-    return agreed
+    arrive = _to_host(ctx, flat, lambda: ctx.transport.max(flat))
+
+    def end() -> list[int]:
+        failed, *agreed = arrive().tolist()
+        _raise_refused(ctx, failed)
+        return agreed
+
+    return end
 
 
 def largest(ctx: DeviceContext, number: int) -> int:
@@ -80,7 +91,7 @@ def exchange_words(
         both = tensors.empty(2 * rows.numel(), torch.int64, streams.device)
         sent, received = both.split(rows.numel())
         sent.view(rows.shape).copy_(rows)
-    host = _to_host(ctx, both, lambda: ctx.transport.all_to_all(received, sent))
+    host = _to_host(ctx, both, lambda: ctx.transport.all_to_all(received, sent))()
     told, heard = host.view(2, ranks, -1).tolist()
     _raise_refused(ctx, any(row[0] for row in heard))
     return [row[1:] for row in told], [row[1:] for row in heard]
@@ -127,12 +138,13 @@ def tell(ctx: DeviceContext, text: str) -> list[str]:
     with ctx.streams.on(Stage.ENCODE):
         own = tensors.of_buffer(packed(text)).view(torch.int64).to(ctx.device)
         whole = tensors.empty(own.numel() * ctx.size, torch.int64, ctx.device)
-    host = _to_host(ctx, whole, lambda: ctx.transport.all_gather(whole, own))
+    host = _to_host(ctx, whole, lambda: ctx.transport.all_gather(whole, own))()
     return [unpacked(part.view(torch.uint8)) for part in host.view(ctx.size, -1)]
 
 
-def _to_host(ctx: DeviceContext, flat: torch.Tensor, collective: Callable[[], None]) -> torch.Tensor:
-    """Run a collective on words that were made on the encoding stream. Return the words in host memory; the host waits."""
+def _to_host(ctx: DeviceContext, flat: torch.Tensor, collective: Callable[[], None]) -> Callable[[], torch.Tensor]:
+    """Run a collective on words that were made on the encoding stream. Return a function that returns the words in host memory, for which
+    the host waits."""
     streams, host = ctx.streams, flat
     streams.order(Stage.ENCODE, Stage.WIRE)
     with streams.on(Stage.WIRE):
@@ -142,10 +154,14 @@ def _to_host(ctx: DeviceContext, flat: torch.Tensor, collective: Callable[[], No
             host.copy_(flat, non_blocking=True)
         arrived = streams.record(Stage.WIRE)
     streams.order(Stage.WIRE, Stage.ENCODE)  # the memory of the words, and work that follows
-    limit = ctx.state.patience or ctx.transport.timeout(ctx.device)
-    if not ended(arrived, limit.total_seconds()):
-        raise ctx.error(f"a rank of the group did not come within {limit}; see the messages of the other ranks")
-    return host
+
+    def arrive() -> torch.Tensor:
+        limit = ctx.state.patience or ctx.transport.timeout(ctx.device)
+        if not ended(arrived, limit.total_seconds()):
+            raise ctx.error(f"a rank of the group did not come within {limit}; see the messages of the other ranks")
+        return host
+
+    return arrive
 
 
 def ended(event: Any, seconds: float) -> bool:
