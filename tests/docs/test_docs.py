@@ -520,4 +520,4 @@ def test_trainers_that_are_tested_name_their_test_and_the_day() -> None:
     recipes = (ROOT / "tests/integration/test_recipes.py").read_text()
     packages = {"trl": "TRL", "llamafactory": "LLaMA-Factory", "swift": "ms-swift", "axolotl": "Axolotl"}
     for package, trainer in (packages | {"torchtitan": "torchtitan"}).items():
-        assert states[trainer].startswith("tested") == (f'("{package}"' in recipes), trainer
+        assert states[trainer].startswith("tested") == (f', "{package}")' in recipes), trainer

@@ -7,7 +7,6 @@ are skipped there; docs/recipes.md says what each needs.
 from __future__ import annotations
 
 import functools
-import hashlib
 import json
 import os
 import re
@@ -21,8 +20,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from engines import digest
 from places import EXAMPLES, ROOT
-from safetensors import safe_open
+from safetensors.torch import load_file
 
 pytestmark = pytest.mark.full(
     reason="a dozen launches; test_hf.py, test_moe.py, test_parallel.py have the same engines"
@@ -32,18 +32,19 @@ RECIPES, PAGE = EXAMPLES / "recipes", (ROOT / "docs" / "recipes.md").read_text()
 STEPS = 4
 #: Beside the keys of the example's own section.
 ADDED = {"mode": "always", "min_bytes": 1024, "step_log": "steps.jsonl"}
-#: Script and options -> the roles of its coded messages, its config, and its packages.
+#: Script and options -> the roles of its coded messages, its config, and a package that not every environment has.
+ADAPTERS, WHOLE = (("zero_param",), "hf_trainer_lora"), (("zero_param", "zero_grad"), "hf_trainer_lora")
 SCRIPTS = {
-    "hf_trainer_lora": (("zero_param",), "hf_trainer_lora", ("transformers", "accelerate", "peft")),
-    "accelerate_finetune": (("zero_param", "zero_grad"), "accelerate_finetune", ("transformers", "accelerate")),
-    "deepspeed_moe": (("ep", "zero_grad"), "deepspeed_moe", ()),
-    "autotp": (("tp",), "autotp", ("transformers",)),
-    "pipeline": (("pp",), "pipeline", ()),
-    "trl_lora": (("zero_param",), "hf_trainer_lora", ("trl", "peft")),
-    "trl_lora --dpo": (("zero_param",), "hf_trainer_lora", ("trl", "peft")),
-    "trl_lora --full": (("zero_param", "zero_grad"), "hf_trainer_lora", ("trl", "peft")),
-    "trl_lora --dpo --full": (("zero_param", "zero_grad"), "hf_trainer_lora", ("trl", "peft")),
-    "llamafactory": (("zero_param",), "llamafactory_z3", ("llamafactory",)),
+    "hf_trainer_lora": (*ADAPTERS, "peft"),
+    "accelerate_finetune": (("zero_param", "zero_grad"), "accelerate_finetune", "accelerate"),
+    "deepspeed_moe": (("ep", "zero_grad"), "deepspeed_moe", "torch"),
+    "autotp": (("tp",), "autotp", "transformers"),
+    "pipeline": (("pp",), "pipeline", "torch"),
+    "trl_lora": (*ADAPTERS, "trl"),
+    "trl_lora --dpo": (*ADAPTERS, "trl"),
+    "trl_lora --full": (*WHOLE, "trl"),
+    "trl_lora --dpo --full": (*WHOLE, "trl"),
+    "llamafactory": (("zero_param",), "llamafactory_z3", "llamafactory"),
 }
 #: Scripts of SCRIPTS that save no weights in the folder ``out``.
 NOT_SAVING = ("deepspeed_moe", "autotp", "pipeline")
@@ -97,7 +98,9 @@ def llamafactory(folder: Path) -> list[str]:
     subprocess.run([sys.executable, "-c", MODEL], cwd=folder, check=True)
     lines = Path(__file__).read_text().splitlines()[: 16 * STEPS]
     (folder / "data").mkdir()
-    (folder / "data/lines.json").write_text(json.dumps([{"instruction": f"{one}.", "output": one} for one in lines]))
+    (folder / "data/lines.json").write_text(
+        json.dumps([{"instruction": one, "input": "", "output": one} for one in lines])
+    )
     (folder / "data/dataset_info.json").write_text(json.dumps({"alpaca_en_demo": {"file_name": "lines.json"}}))
     return shlex.split(started)
 
@@ -123,17 +126,9 @@ def trained(script: str, config: str, folder: Path, coded: bool, options: Sequen
     assert ended.returncode == 0, said[-6000:]
     log, files = folder / "steps.jsonl", {}
     for path in sorted((folder / "out").rglob("*.safetensors")):
-        with safe_open(path, "pt") as tensors:
-            files |= {f"{path.name} {key}": digest(tensors.get_tensor(key)) for key in tensors.keys()}  # noqa: SIM118
+        files |= {f"{path.relative_to(folder)} {key}": digest([tensor]) for key, tensor in load_file(path).items()}
     lines = log.read_text().splitlines() if log.exists() else []
     return Run(sorted(LOSS.findall(said)), files, [json.loads(line) for line in lines])
-
-
-def digest(tensor: Any) -> str:
-    """Hash of the bits of a tensor."""
-    import torch
-
-    return hashlib.sha256(tensor.reshape(-1).view(torch.uint8).numpy().tobytes()).hexdigest()
 
 
 @pytest.fixture(scope="module")
@@ -149,9 +144,8 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Run]:
 
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_a_command_of_the_page_is_coded_and_keeps_its_bits(script: str, run: Callable[..., Run]) -> None:
-    roles, config, packages = SCRIPTS[script]
-    for package in packages:
-        pytest.importorskip(package)
+    roles, config, package = SCRIPTS[script]
+    pytest.importorskip(package)
     plain, coded = run(script, config, False), run(script, config)
     assert len(set(coded.losses)) >= STEPS and coded.losses == plain.losses
     assert coded.files == plain.files and bool(coded.files) == (script not in NOT_SAVING)
