@@ -21,7 +21,7 @@ unexport PYTHONDONTWRITEBYTECODE
 export DS_ACCELERATOR = cpu
 export PYTHONWARNINGS = ignore::FutureWarning
 
-.PHONY: demo test test-all corpus doctor-check fuzz soak soak-sim gpu gpu-wheels cuda-static simai cpu-instructions wheels matrix mutants size lint clean
+.PHONY: demo test test-all corpus doctor-check fuzz soak soak-sim gpu gpu-wheels cuda-static simai cpu-instructions wheels matrix results dockerfile mutants size lint clean
 
 # torch first and pinned: with it in place nothing else pulls another build. DS_BUILD_OPS=0: DeepSpeed compiles nothing at install.
 $(VENV)/ready: setup.py pyproject.toml
@@ -105,6 +105,18 @@ wheels: $(VENV)/ready
 matrix: $(VENV)/ready
 	$(BIN)/python -m pip install -q uv
 	$(BIN)/python release/matrix.py
+
+# Every file of docs/results, measured again by the command that it has, where the sources have changed since; as root, on a quiet machine.
+# Hours, and it goes on where it was stopped. ONLY names files, as in ONLY="sync rows". `python release/results.py --list` says what is older.
+ONLY ?=
+results: $(VENV)/ready
+	DS_BUILD_OPS=0 $(BIN)/python -m pip install -q uv -e '.[bench]'
+	$(BIN)/python release/results.py $(ONLY)
+	$(BIN)/python docs/generate.py
+
+# The lines of the Dockerfile, in an empty folder and environment, without Docker. Minutes, and a network.
+dockerfile:
+	$(PYTHON) release/dockerfile.py
 
 # Random mutations of the package, each against the tests of its own subject; survivors lack a test or have a reason. The clone that it
 # mutates and its results stay in out/mutants, and the same SEED goes on where it ended.

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import set_seed
+from accelerate.utils import InitProcessGroupKwargs, set_seed
 from torch.utils.data import DataLoader
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -30,7 +30,9 @@ def main() -> None:
     parser.add_argument("--out", default="out/accelerate_finetune", help="folder for the model")
     options = parser.parse_args()
 
-    accelerator = Accelerator()  # accelerate launch names the DeepSpeed config
+    on_cpus = InitProcessGroupKwargs(backend="gloo")  # else Accelerate knows one rank there, and each has all batches
+    handlers = [] if torch.cuda.is_available() else [on_cpus]
+    accelerator = Accelerator(kwargs_handlers=handlers)  # accelerate launch names the DeepSpeed config
     set_seed(0)
     model = LlamaForCausalLM(SHAPE)  # yours: AutoModelForCausalLM.from_pretrained(name)
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-5)

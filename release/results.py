@@ -1,0 +1,143 @@
+"""Measure all of docs/results again, at one state of the sources: `make results`. It takes hours, and goes on where it was stopped.
+
+Every file of docs/results has the command that wrote it, and that command is run again. A file gets the commit and a hash of the
+sources, and is left alone as long as the hash is the same. Files that this machine cannot measure are named with the reason.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "docs" / "results"
+sys.path.insert(0, str(ROOT / "docs"))
+
+#: Folders whose files decide a figure.
+SOURCES = ("ds_zipccl", "benchmarks", "examples", "op_builder")
+SUFFIXES = (".py", ".cpp", ".h", ".cu", ".cuh", ".json")
+CORPUS = "out/corpus.safetensors"
+
+
+def sources() -> str:
+    """Return a short hash of the files that decide a figure."""
+    digest = hashlib.sha256()
+    for folder in SOURCES:
+        for path in sorted((ROOT / folder).rglob("*")):
+            if path.suffix in SUFFIXES and "tests" not in path.parts:
+                digest.update(path.relative_to(ROOT).as_posix().encode() + b"\0" + path.read_bytes())
+    return digest.hexdigest()[:12]
+
+
+def why_not(name: str, content: Mapping[str, Any], words: list[str]) -> str:
+    """Return why a file cannot be measured here, "" if it can."""
+    if "device" in content and name != "gpu":
+        return "`make gpu` writes it"
+    if name == "gpu" and not shutil.which("nvidia-smi"):
+        return "needs a GPU"
+    if "SIMAI=DIR" in words:
+        return "needs a checkout of SimAI: set SIMAI"
+    if missing := [word for word in words if word.endswith(".jsonl") and not (ROOT / word).exists()]:
+        return f"needs the step logs {', '.join(missing)}"
+    if "--json" in words and Path(words[words.index("--json") + 1]) != Path("docs/results", f"{name}.json"):
+        return "kept for comparison: its command writes another file"
+    links = words[words.index("--link") + 1 :] if "--link" in words else []
+    if any("bit" in word for word in links) and os.geteuid():
+        return "shapes links: needs root"
+    return ""
+
+
+def command_of(content: Mapping[str, Any]) -> list[str]:
+    """Return the words of the command that wrote a file."""
+    simai = os.environ.get("SIMAI")
+    return [f"SIMAI={simai}" if word == "SIMAI=DIR" and simai else word for word in shlex.split(content["command"])]
+
+
+def commit() -> str:
+    """Return the commit of HEAD, and "-dirty" where sources differ from it."""
+
+    def git(*words: str) -> str:
+        done = subprocess.run(["git", *words], cwd=Path(__file__).parent, capture_output=True, text=True, check=True)
+        return done.stdout.strip()
+
+    changed = git("status", "--porcelain", "--", *(f":/{folder}" for folder in SOURCES))
+    return git("rev-parse", "--short=12", "HEAD") + "-dirty" * bool(changed)
+
+
+def measure(path: Path, words: list[str]) -> str:
+    """Run the command of a file, and note commit and sources in it. Blocks; a command that fails leaves the file as it was.
+
+    Returns:
+        What went wrong, "" if nothing did.
+    """
+    before, state = path.read_bytes(), sources()
+    programs = {"python": [sys.executable], "make": ["make", f"VENV={Path(sys.executable).parent.parent}"]}
+    if CORPUS in words and not (ROOT / CORPUS).exists():
+        subprocess.run([*programs["make"], "corpus"], cwd=ROOT, check=True)
+    began = time.time_ns()
+    status = subprocess.run([*programs[words[0]], *words[1:]], cwd=ROOT).returncode
+    if status or path.stat().st_mtime_ns < began:
+        path.write_bytes(before)
+        return f"status {status}" if status else "its command did not write the file"
+    if sources() != state:
+        path.write_bytes(before)
+        return "the sources changed meanwhile"
+    content = json.loads(path.read_text()) | {"commit": commit(), "sources": state}
+    path.write_text(json.dumps(content, indent=1) + "\n")
+    rows, were = len(content["rows"]), len(json.loads(before)["rows"])
+    if rows < were:
+        print(f"{path.stem} has {rows} rows, and had {were}: is a package missing?", flush=True)
+    return ""
+
+
+def main(given: Iterable[str] | None = None) -> int:
+    """Measure the files that are older than the sources.
+
+    Returns:
+        Exit status: 1 if a command failed.
+    """
+    from measured import results
+
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("names", nargs="*", help="files of docs/results without .json (default: all)")
+    parser.add_argument("--list", action="store_true", help="say what is older than the sources, and measure nothing")
+    options = parser.parse_args(None if given is None else list(given))
+    paths = sorted(path for path in RESULTS.glob("*.json") if not options.names or path.stem in options.names)
+    if unknown := set(options.names) - {path.stem for path in paths}:
+        parser.error(f"docs/results has no {', '.join(sorted(unknown))}")
+    todo, state, failed = [], sources(), []
+    for path in paths:
+        content = results(path.stem)
+        words = command_of(content)
+        reason = (
+            "measured with these sources" if content.get("sources") == state else why_not(path.stem, content, words)
+        )
+        if reason:
+            print(f"{path.stem}: left, {reason}", flush=True)
+        else:
+            todo.append((path, words))
+    for number, (path, words) in enumerate(todo, 1):
+        print(f"[{number}/{len(todo)}] {path.stem}: {shlex.join(words)}", flush=True)
+        if options.list:
+            continue
+        began = time.monotonic()
+        problem = measure(path, words)
+        print(f"[{number}/{len(todo)}] {path.stem}: {problem or 'done'}, {time.monotonic() - began:.0f} s", flush=True)
+        failed += [path.stem] if problem else []
+    if failed:
+        print(f"failed, and left as they were: {', '.join(failed)}")
+    return int(bool(failed))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,45 @@
+"""``make results``: which files of docs/results it measures again, and what a command that fails leaves."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+from pathlib import Path
+
+import pytest
+from places import ROOT
+
+sys.path[:0] = [str(ROOT / "release"), str(ROOT / "docs")]
+measured, results = (importlib.import_module(name) for name in ("measured", "results"))
+
+
+def test_a_file_is_measured_once_for_a_state_of_the_sources(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "docs" / "results"
+    monkeypatch.setattr(measured, "ROOT", tmp_path)
+    monkeypatch.setattr(results, "ROOT", tmp_path)
+    monkeypatch.setattr(results, "RESULTS", folder)
+    folder.mkdir(parents=True), (tmp_path / "ds_zipccl").mkdir()
+    code = tmp_path / "ds_zipccl" / "code.py"
+    code.write_text("import sys; open(sys.argv[2], 'w').write(open('new').read()); sys.exit('fails' in sys.argv[2])")
+    for name in ("good", "fails", "other"):
+        place = folder / f"{'good' if name == 'other' else name}.json"
+        command = f"python ds_zipccl/code.py --json {place.relative_to(tmp_path)}"
+        (folder / f"{name}.json").write_text(json.dumps({"rows": [{"n": 1}], "command": command}))
+    (tmp_path / "new").write_text(
+        json.dumps({"rows": [{"n": 2}], "command": "python ds_zipccl/code.py --json docs/results/good.json"})
+    )
+
+    def rows() -> list[int]:
+        return [
+            json.loads((folder / f"{name}.json").read_text())["rows"][0]["n"] for name in ("good", "fails", "other")
+        ]
+
+    assert results.main([]) == 1 and rows() == [2, 1, 1]
+    assert "other: left, kept for comparison" in capsys.readouterr().out
+    (tmp_path / "new").write_text("{}")
+    assert results.main(["good"]) == 0 and rows() == [2, 1, 1], "measured with these sources"
+    code.write_text(code.read_text() + "\n")
+    assert results.main(["good", "--list"]) == 0 and "[1/1] good: python" in capsys.readouterr().out
