@@ -51,6 +51,8 @@ def why_not(name: str, content: Mapping[str, Any], words: list[str]) -> str:
         return f"needs the step logs {', '.join(missing)}"
     if "--json" in words and Path(words[words.index("--json") + 1]) != Path("docs/results", f"{name}.json"):
         return "kept for comparison: its command writes another file"
+    if "--json" not in words and words[0] != "make":
+        return "recorded by hand: its command writes no file"
     links = words[words.index("--link") + 1 :] if "--link" in words else []
     if any("bit" in word for word in links) and os.geteuid():
         return "shapes links: needs root"
