@@ -78,7 +78,7 @@ def test_a_line_for_each_feature(
     groups = facts.device, facts.backend or "gloo"
     monkeypatch.setattr(start_line, "device_here", lambda: groups)
     (path := tmp_path / "ds_config.json").write_text(json.dumps({**config, "zipccl": {"enabled": True}}))
-    args = argparse.Namespace(ds_config=str(path), params=None)
+    args = argparse.Namespace(ds_config=str(path), params=None, about="")
     found = doctor_ranks.Ranks(0, (RankReport("here", "", "", " ".join(groups), {}),) * 2)
     told = doctor._predict(args, user_job.read(str(path)), found, PROFILE, None)["notes"]
     assert [note for note in told if note.startswith("bypassed")] == lines
