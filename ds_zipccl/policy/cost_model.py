@@ -15,7 +15,7 @@ import math
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
-from functools import partial
+from functools import lru_cache, partial
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -511,6 +511,7 @@ def _levels_wire(topology: Topology, profile: DeviceProfile) -> tuple[float, flo
     return delay, (1 - 1 / nodes) / profile.network + (1 - 1 / each) / profile.inside
 
 
+@lru_cache(maxsize=256)  # every prediction of a gather asks
 def levels_from(topology: Topology, profile: DeviceProfile) -> float:
     """Return the bytes of a collective, frames or words of all ranks, from which on a gather goes in two levels: there they are predicted
     to be faster than the ring by GAINING, and no slower where the profile is off by the doubts. Infinite where they never are."""
