@@ -107,7 +107,8 @@ class Levels:
     """The levels of a group, as one rank sees them.
 
     ``nodes``: the group ranks of each node; one level has a node for each rank. ``node`` and ``local_rank``: the place of this rank.
-    ``node_ranks``: the ranks of the own node. ``peers``: the ranks of the own local_rank, in the order of the nodes.
+    ``node_ranks``: the ranks of the own node. ``peers``: the ranks of the own local_rank, in the order of the nodes, which have equally
+    many ranks then.
     """
 
     nodes: Sequence[Sequence[int]]
@@ -116,8 +117,7 @@ class Levels:
 
     @classmethod
     def of(cls, nodes: Sequence[Sequence[int]], rank: int, size: int) -> Levels:
-        """Return the levels of a group of ``size`` ranks: two if ``nodes`` names the ranks of each node, equally many, one if it is
-        empty."""
+        """Return the levels of a group of ``size`` ranks: two if ``nodes`` names the ranks of each node, one if it is empty."""
         found = nodes or [[alone] for alone in range(size)]
         return cls(found, *next((node, ranks.index(rank)) for node, ranks in enumerate(found) if rank in ranks))
 

@@ -83,7 +83,7 @@ _DRAWN = 1 << 16
 _LEAST_S = 1e-6
 
 #: A call to be timed, and its stream.
-Work = tuple[Stage, Callable[[], None]]
+Work = tuple[Stage, Callable[[], object]]
 
 
 @tensors.undisturbed()
@@ -157,11 +157,7 @@ def _from_host(ctx: DeviceContext, nbytes: int) -> Iterator[Work]:
     """Give a copy of host memory to the device."""
     words = tensors.pinned(nbytes)
     with ctx.streams.staging(nbytes, ctx.budget) as memory:
-        yield Stage.ENCODE, partial(_copy, memory, words)
-
-
-def _copy(place: torch.Tensor, words: torch.Tensor) -> None:
-    place.copy_(words, non_blocking=True)
+        yield Stage.ENCODE, lambda: memory.copy_(words, non_blocking=True)
 
 
 @contextmanager

@@ -13,6 +13,7 @@ from ds_zipccl.comm.context import Call
 from ds_zipccl.comm.device.reports import reports_of
 from ds_zipccl.comm.device.streams import Stage, streams_of
 from ds_zipccl.comm.group_state import device_profile, group_nodes, group_profile, group_state
+from ds_zipccl.comm.topology import Levels
 from ds_zipccl.comm.transport import COLLECTIVE_TRANSPORTS
 from ds_zipccl.config import ZipcclConfig
 from ds_zipccl.kernels.cuda.backend import CudaBackend
@@ -28,13 +29,14 @@ class Cut(NamedTuple):
     """How the schedules of a group cut operations, and send gathers.
 
     ``gather``, ``sum``: bytes of words of a fragment below which its latency counts. ``levels_from``: bytes of a collective from which on
-    gathers go in two levels; ``raw``: without coding, in mode auto.
+    gathers go in two levels; ``raw``: without coding, in mode auto. ``levels``: of the group, as this rank sees them.
     """
 
     gather: int
     sum: int
     levels_from: float
     raw: bool
+    levels: Levels
 
 
 class _Found:
@@ -50,11 +52,13 @@ def cut_of(group: dist.ProcessGroup, device: str) -> Cut:
     assert state is not None
     found = state.of(_Found)
     if found.cut is None or found.profile is not profile:
-        topology = Topology.of(group_nodes(group) or [[rank] for rank in range(state.size)])
+        levels = Levels.of(group_nodes(group), state.rank, state.size)
+        topology = Topology.of(levels.nodes)
         by = cost_model.UNMEASURED if profile is None else group_profile(group, profile)
         gather, summed = (cost_model.least_fragment(kind, topology, by) for kind in (GATHER, SUM))
         raw = profile is not None and cost_model.gathers_raw(topology, by)
-        found.cut, found.profile = Cut(gather, summed, cost_model.levels_from(topology, by), raw), profile
+        found.cut = Cut(gather, summed, cost_model.levels_from(topology, by), raw, levels)
+        found.profile = profile
     return found.cut
 
 

@@ -20,8 +20,6 @@ from ds_zipccl.comm.device.bases.proof import PROOF_WORDS, holds, proof
 from ds_zipccl.comm.device.context import DeviceContext
 from ds_zipccl.comm.device.sizes import agree
 from ds_zipccl.comm.device.streams import Stage
-from ds_zipccl.comm.group_state import group_nodes
-from ds_zipccl.comm.topology import Levels
 from ds_zipccl.frame import HEADER_BYTES
 from ds_zipccl.kernels.cuda.jobs import GatherTable, Parameter, frame_bytes
 from ds_zipccl.policy import cost_model, wire
@@ -210,7 +208,7 @@ def _all_gather(ctx: DeviceContext, whole: torch.Tensor, own: torch.Tensor) -> N
     if whole.nbytes < ctx.cut.levels_from:
         ctx.transport.all_gather(whole, own)
         return
-    levels, rows = Levels.of(group_nodes(ctx.group), ctx.rank, ctx.size), whole.split(own.numel())
+    levels, rows = ctx.cut.levels, whole.split(own.numel())
     mates = [rank for rank in levels.node_ranks if rank != ctx.rank]
     first = [*mates, *(rank for rank in levels.peers if rank != ctx.rank)]
     ctx.transport.exchange({rank: rows[rank] for rank in first}, dict.fromkeys(first, own))
