@@ -306,10 +306,16 @@ def timeline(it: Rank) -> None:
             it.figures[f"host_us_{name}"] = round(1e6 * (time.perf_counter() - start))
             it.finish()
         equal(whole, torch.cat([it.words(own.numel(), rank, 22) for rank in range(it.ranks)]))
-        work = sorted((e.time_range.start, e) for e in seen.events() if e.device_type == torch.autograd.DeviceType.CUDA)
+        work = [e for e in seen.events() if e.device_type == torch.autograd.DeviceType.CUDA]
+        work.sort(key=lambda e: e.time_range.start)
         it.figures[f"timeline_{name}"] = [
-            (e.name[:60], e.device_resource_id, round(start - work[0][0]), round(e.time_range.elapsed_us()))
-            for start, e in work
+            (
+                e.name[:60],
+                e.device_resource_id,
+                round(e.time_range.start - work[0].time_range.start),
+                round(e.time_range.elapsed_us()),
+            )
+            for e in work
         ]
 
 
@@ -460,7 +466,6 @@ SHARED: tuple[Check, ...] = (
     sum_suite,
     captures,
     first_steps,
-    timeline,
 )
 PROGRAMS: dict[str, tuple[Check, ...]] = {
     "probe": (reductions,),
@@ -472,8 +477,8 @@ PROGRAMS: dict[str, tuple[Check, ...]] = {
         streams,
         captures,
     ),  # times of ranks that share a GPU say nothing
-    "shared_gpu_2": SHARED,
-    "shared_gpu_4": (*SHARED, pairs, two_levels),  # last: the nodes stay
+    "shared_gpu_2": (*SHARED, timeline),
+    "shared_gpu_4": (*SHARED, two_levels, pairs),  # the nodes of two_levels stay
 }
 
 
