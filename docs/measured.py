@@ -249,11 +249,13 @@ def gpu(page: Path) -> str:
     if not (ROOT / "docs" / "results" / "gpu.json").exists():
         return "Not run yet."
     content = results("gpu")
-    rows = ((row["step"], row["outcome"], f"{row['seconds']:.0f}", row.get("reason", "")) for row in content["rows"])
-    commit = f" Commit: {content['commit']}." if content["commit"] else ""
+    rows = (
+        (row["step"], row["outcome"], f"{row['seconds']:.0f}", row["commit"][:7], row.get("reason", ""))
+        for row in content["rows"]
+    )
     parts = [
-        f"{provenance(content)}\n\nOutcome: {content['outcome']}.{commit}",
-        table(("step", "outcome", "seconds", "reason"), rows),
+        f"{provenance(content)}\n\nOutcome: {content['outcome']}. Each step is of the newest run that had it.",
+        table(("step", "outcome", "seconds", "commit", "reason"), rows),
     ]
     told = {row["step"]: row.get("figures", {}) for row in content["rows"]}
     runs = ("comm_nccl", "train_nccl", "train_nccl_auto")

@@ -22,6 +22,10 @@ import where
 HERE = Path(__file__).parent
 _CPU = "from ds_zipccl import kernels; kernels.route('native', 'cpu')"
 _CUDA = "import sys, where; where.HERE.route(sys.argv[1])"
+#: Read meanwhile by one process, so that those of later steps find on a new machine what they import in memory.
+_IMPORTS = (
+    "import contextlib\nwith contextlib.suppress(ImportError): import peft, transformers.models.llama.modeling_llama"
+)
 
 
 #: Build -> parts of :data:`parts.PARTS` that it wants, and whether it is for the first part of the run.
@@ -31,6 +35,7 @@ WANTS: dict[str, tuple[tuple[str, ...], bool]] = {
     "driver": (("driver",), True),
     "cuda native": (("nvcc",), False),
     "deepspeed": (("deepspeed",), False),
+    "imports": (("deepspeed",), False),
     "spinning kernel": (("driver",), False),
 }
 
@@ -40,6 +45,7 @@ def builds() -> dict[str, list[str]]:
     found = {"cpu native": [sys.executable, "-c", _CPU]}
     found |= {f"cuda {route}": [sys.executable, "-c", _CUDA, route] for route in ("native", "cupy")}
     found["deepspeed"] = [sys.executable, str(HERE / "wheels.py"), "ready"]
+    found["imports"] = [sys.executable, "-c", _IMPORTS]
     found["driver"] = [sys.executable, str(HERE / "driver.py"), "build"]
     if not where.DRY:
         found["spinning kernel"] = [sys.executable, str(HERE / "spin.py"), "build"]
@@ -76,9 +82,10 @@ def usable(done: dict[str, dict[str, Any]]) -> list[str]:
 
 
 def report_command(every: bool = True) -> list[str]:
-    """The command that fails unless every route works, or any."""
+    """The command that fails unless the native route works, for CUDA tensors too with ``every``. numba, for CPUs alone, would be compiled
+    and tried for a minute; the builds have loaded CuPy's route."""
     require = ["--require", "cpu" if where.DRY else "cuda"] if every else []
-    return [sys.executable, "-m", "ds_zipccl", "report", *require]
+    return [sys.executable, "-m", "ds_zipccl", "report", "--route", "native", *require]
 
 
 def main(*options: str) -> int:
@@ -94,7 +101,9 @@ def main(*options: str) -> int:
     start = time.monotonic()
     status = subprocess.run(report_command(every=not left_out)).returncode
     figures.put(report={"status": status, "seconds": round(time.monotonic() - start, 1)}, left_out=left_out)
-    needed = [one["status"] for name, one in done.items() if name != "deepspeed"]  # of which only the step "train" is
+    needed = [
+        one["status"] for name, one in done.items() if name not in ("deepspeed", "imports")
+    ]  # for trainings alone
     return 1 if status or any(needed) else 0
 
 

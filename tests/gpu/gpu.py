@@ -6,7 +6,8 @@ Writes to the folder (docs/results): ``gpu.json``, the outcome and the figures o
 ``comm_nccl.json`` and ``train_nccl.json``, the benchmarks; ``gpu.log``, the whole output. Each step has a limit of time and ends with all
 its processes. A step that fails does not stop the next ones, unless they need its result. The steps that decide come first; ``--first``
 runs these alone, in less than five minutes. Status 1 after wrong bits, a hang, or an error; 3 if a step was only slow or late; 0
-otherwise, also where parts of the machine are missing, which the first lines name. The last line says the same in words.
+otherwise, also where parts of the machine are missing, which the first lines name. The last line says the same in words. With ``--only``,
+``gpu.json`` keeps the results that it has of other steps; each result has its commit.
 """
 
 from __future__ import annotations
@@ -205,8 +206,8 @@ def steps(out: Path, dry: bool = False, first: bool = False) -> list[Step]:
     driver, of_nccl = (python, str(HERE / "driver.py")), "gpu/test_nccl.py"
     planned = [
         Step("machine", (python, str(HERE / "machine.py")), 18),
-        Step("build", (python, str(HERE / "build_all.py"), *(["--first"] if first else [])), 70, machine_is_right),
-        Step("driver", (*driver, "run"), 15, driver_built),
+        Step("build", (python, str(HERE / "build_all.py"), *(["--first"] if first else [])), 60, machine_is_right),
+        Step("driver", (*driver, "run"), 25, driver_built),
         _pytest("tests", ("-k", selected), tests_of_a_route, 75, 40, *CUDA_TESTS),
         _pytest("nccl_probe", ("-k", "probe"), tests_of_a_route, 30, 75, of_nccl),
         Step("bench", (*bench, "--json", str(results)), 30, some_route, _written(results, *OF_CODEC), usable_routes),
@@ -290,9 +291,20 @@ def verdict(results: Sequence[Result]) -> tuple[int, str]:
     return 1 if wrong else figures.SLOW if late else 0, "; ".join(words)
 
 
-def summary(results: Sequence[Result], planned: Sequence[Step], command: str) -> dict[str, Any]:
-    """The content of gpu.json."""
+def earlier(path: Path, planned: Sequence[Step]) -> list[Result]:
+    """The results of an earlier run, in its gpu.json, of steps that are not planned."""
+    rows = figures.read(path).get("rows", ())
+    return [Result(**row) for row in rows if row["step"] not in {step.name for step in planned}]
+
+
+def summary(
+    results: Sequence[Result], planned: Sequence[Step], command: str, kept: Sequence[Result] = ()
+) -> dict[str, Any]:
+    """The content of gpu.json. ``kept``: results of an earlier run."""
     missing = [step.name for step in planned[len(results) :]]
+    seconds = round(sum(result.seconds for result in results), 1)
+    order = [step.name for step in steps(Path())]
+    results = sorted([*results, *kept], key=lambda result: order.index(result.step))
     status, words = verdict(results)
     facts = next((result.figures for result in results if result.step == "machine"), {})
     versions = {
@@ -306,7 +318,7 @@ def summary(results: Sequence[Result], planned: Sequence[Step], command: str) ->
         "date": datetime.now(timezone.utc).date().isoformat(),
         "command": command,
         "commit": commit(),
-        "seconds": round(sum(result.seconds for result in results), 1),
+        "seconds": seconds,
         "device": facts["device"].get("name", "unknown") if isinstance(facts.get("device"), dict) else "none",
         "machine": facts["host"] if isinstance(facts.get("host"), dict) else _host(),
         "versions": versions,
@@ -342,6 +354,7 @@ def main(words: Sequence[str] | None = None) -> int:
     if args.dry:
         os.environ["ZIPCCL_DRY"] = "1"
         planned, total = [replace(step, seconds=4 * step.seconds) for step in planned], 4 * total
+    kept: list[Result] = []
     if args.only:
         names = [step.name for step in planned]
         if unknown := sorted(set(args.only) - set(names)):
@@ -349,6 +362,7 @@ def main(words: Sequence[str] | None = None) -> int:
         on_nccl = {"nccl", "comm", "doctor", "auto", "train"} & set(args.only)
         wanted = {*args.only, "machine", "build", *(["nccl_probe"] if on_nccl else [])}
         planned = [step for step in planned if step.name in wanted]
+        kept = earlier(out / "gpu.json", planned)
     if args.list:
         for step in planned:
             command = (*step.command, *step.words({name: Result(name, PASSED) for name in FIRST}))
@@ -361,7 +375,9 @@ def main(words: Sequence[str] | None = None) -> int:
     with tempfile.TemporaryDirectory(prefix="ds_zipccl-scratch-") as scratch:
 
         def save(results: Sequence[Result]) -> None:
-            figures.write(out / "gpu.json", summary(results, planned, command))
+            for result in results:
+                result.commit = commit()
+            figures.write(out / "gpu.json", summary(results, planned, command, kept))
 
         save([])
         variables = environment(Path(scratch), args.wheels and args.wheels.resolve())

@@ -289,7 +289,7 @@ def first_steps(it: Rank) -> None:
 
 def timeline(it: Rank) -> None:
     """What the device does in a plain gather, in a coded one, and in one that copies a base in host memory, of 8 MiB a rank: name, stream,
-    begin and duration in microseconds; and the host's microseconds."""
+    begin and duration in microseconds; and the median of the host's microseconds."""
     own = it.words(where.HERE.size(4 << 20), it.rank, 22)
     whole = own.new_empty(it.ranks * own.numel())
     frozen = comm.Agreed("frozen", own.numel())
@@ -297,13 +297,15 @@ def timeline(it: Rank) -> None:
     frozen.hold(base)
     copied = partial(comm.all_gather_into_tensor, agreed=[frozen], config=CODED)
     for name, call in (("plain", dist.all_gather_into_tensor), ("coded", _ours), ("copied", copied)):
-        for _ in range(2):  # a base is filled, then copied
-            call(whole, own)
-        it.finish()
-        with torch.profiler.profile() as seen:
+        times = []
+        for _ in range(12):  # a base is filled, then copied
             start = time.perf_counter()
             call(whole, own)
-            it.figures[f"host_us_{name}"] = round(1e6 * (time.perf_counter() - start))
+            times.append(time.perf_counter() - start)
+            it.finish()
+        it.figures[f"host_us_{name}"] = round(1e6 * statistics.median(times))
+        with torch.profiler.profile() as seen:
+            call(whole, own)
             it.finish()
         equal(whole, torch.cat([it.words(own.numel(), rank, 22) for rank in range(it.ranks)]))
         work = [e for e in seen.events() if e.device_type == torch.autograd.DeviceType.CUDA]

@@ -45,6 +45,7 @@ class Result:
     reason: str = ""
     command: str = ""
     figures: dict[str, Any] = field(default_factory=dict)
+    commit: str = ""
     tail: list[str] = field(default_factory=list)
 
     def line(self) -> str:

@@ -19,7 +19,7 @@ import pytest
 import step_runner
 import wheels
 from places import ROOT, TESTS
-from step_runner import FAILED, HUNG, MISSING, NO_TIME, NOT_RUN, PASSED, SLOW, Result, Runner, Step
+from step_runner import FAILED, HUNG, MISSING, NO_TIME, NOT_RUN, PASSED, SLOW, Result, Runner, Step, as_json
 
 from ds_zipccl.__main__ import parse
 from ds_zipccl.benchmarks.codec import floors
@@ -273,6 +273,22 @@ def test_the_summary_says_that_a_run_was_cut_short() -> None:
         content = gpu.summary(results, planned, "make gpu")
         assert (content["outcome"], content["not_passed"]) == (said, not_passed)
         assert content["missing"] == list(STEPS)[len(results) :]
+
+
+def test_a_run_of_some_steps_keeps_the_results_of_others(tmp_path: Path) -> None:
+    planned = [STEPS["machine"], STEPS["stress"]]
+    before = [Result("machine", FAILED, commit="1"), Result("comm", SLOW, 3.0, commit="1"), Result("stress", HUNG)]
+    figures.write(tmp_path / "gpu.json", {"rows": as_json(before)})
+    kept = gpu.earlier(tmp_path / "gpu.json", planned)
+    now = [Result("machine", PASSED, 1.0, commit="2"), Result("stress", PASSED, 1.0, commit="2")]
+    content = gpu.summary(now, planned, "make gpu", kept)
+    assert [(row["step"], row["commit"]) for row in content["rows"]] == [
+        ("machine", "2"),
+        ("comm", "1"),
+        ("stress", "2"),
+    ]
+    assert (content["outcome"], content["seconds"], content["not_passed"]) == (SLOW, 2.0, {"comm": SLOW})
+    assert not gpu.earlier(tmp_path / "none.json", planned)
 
 
 def test_without_a_gpu_the_target_fails(tmp_path: Path) -> None:

@@ -319,6 +319,25 @@ def test_reports_are_bounded() -> None:
     )
 
 
+def test_changed_shards_are_named() -> None:
+    """A gather of many shards names those that were changed, and a change stays; kinds beyond the words share the last one."""
+    reports, same = Reports(torch.device("cpu")), torch.arange(8)
+    names = [f"p{number}" for number in range(4)]
+    for number in (2, 5):
+        reports.note_changes("gather", names, same, same + (torch.arange(8) == number))
+    assert reports.failed().item() == 1
+    reports.note_changes("gather", names, same, same)
+    assert [said.split(": ")[1] for said in reports.describe().split("; ") if ": p" in said] == ["p1", "p2"]
+    reports = Reports(torch.device("cpu"))
+    for number in range(400):
+        reports.note_changes(f"gather {number}", names, same, same)
+    assert not reports.failed().item()
+    reports.note_changes("gather 399", names, same, -same)
+    assert reports.describe().startswith("one of the later gathers: a shard was gathered before")
+    reports.note_changes("gather 8", names, same, -same)
+    assert reports.describe().count("gather 8: p") == 4
+
+
 # --- moments of the program
 
 

@@ -29,7 +29,7 @@ from on_sim import random_programs, world
 CODED = ZipcclConfig(enabled=True, mode="always", min_bytes=0, nccl="on", nccl_min_bytes=0, reduction="fp32")
 PLAIN = ZipcclConfig(enabled=False)
 #: Bytes of the words in which decoders report, and of small temporaries: headers, work space, agreements.
-REPORTS, SMALL = 8 * 4096, 16 << 10
+REPORTS, SMALL = 8 * (4096 + 3072), 16 << 10
 
 
 def gather(weights: Sequence[torch.Tensor], config: ZipcclConfig) -> None:

@@ -1,4 +1,4 @@
-"""Words of a device in which decoders report refused frames."""
+"""Words of a device in which decoders report refused frames, and gathers that copy report changed shards."""
 
 from __future__ import annotations
 
@@ -14,6 +14,10 @@ from ds_zipccl.kernels.cuda.status import NO_FAILURE, failure_of
 
 #: Status words of a device (seed: more than a model has kinds of gathers). Later kinds share the last word.
 _WORDS = 4096
+#: Words of shards that gathers copy, two for each (seed: more than 70B of frozen parameters have). Later kinds share the last word.
+_SHARD_WORDS = 3072
+#: Value of a word whose shard was changed.
+_CHANGED = 0
 _REMEDY = (
     "outside of an optimizer step: change parameters with deepspeed.zero.GatheredParameters(..., modifier_rank=...)"
 )
@@ -21,18 +25,18 @@ _REMEDY = (
 _REASONS: dict[int, str] = {
     FrameErrorCode.OVERFLOWED: f"larger than agreed; the tensor was changed after the ranks had agreed on sizes, {_REMEDY}"
 }
-#: Value of a status word for frame 0, whose shard was changed: no rank, chunk 0, and a code that no frame is refused for.
-_CHANGED_CODE = 255
-_CHANGED = (0xFFFF << 48 | _CHANGED_CODE) - (1 << 64)
 
 
 class Reports:
-    """A status word for each kind of operation on a device, so that a failure names the operation and the parameter."""
+    """A status word for each kind of operation on a device, so that a failure names the operation and the parameter; and two words for
+    each shard of each kind of gather that copies bases."""
 
     def __init__(self, device: torch.device) -> None:
         with torch.inference_mode(False):  # written in inference mode and outside
-            self.words = tensors.filled(_WORDS, NO_FAILURE, torch.int64, device)
+            self.words = tensors.filled(_WORDS + _SHARD_WORDS, NO_FAILURE, torch.int64, device)
         self._names: dict[tuple[str, Sequence[str]], int] = {}
+        self._shards: dict[tuple[str, Sequence[str]], int] = {}
+        self._end = _WORDS
 
     def word(self, name: str, frames: Sequence[str] = ()) -> torch.Tensor:
         """Return the status word of operations ``name`` whose frames, in a call, have the names ``frames``."""
@@ -42,14 +46,18 @@ class Reports:
             self._names[key] = number
         return self.words[number : number + 1]
 
-    def note_changes(self, name: str, frames: Sequence[str], changed: torch.Tensor) -> None:
-        """Report that shards of an operation ``name`` were changed, where the bools of ``changed`` are true. Work of the current stream."""
-        # of the frames, from 1 on
-        numbers = tensors.filled(len(frames), 1 << 32, torch.int64, changed.device).cumsum(0)
-        values = numbers + (_CHANGED - (1 << 32))
-        word = self.word(name, frames)
-        found = values.masked_fill_(~changed, NO_FAILURE).amin()
-        word.copy_(torch.where(word == NO_FAILURE, found, word))  # the first failure stays
+    def note_changes(self, name: str, shards: Sequence[str], last: torch.Tensor, now: torch.Tensor) -> None:
+        """Report the shards of an operation ``name`` whose hashes, two words each, differ. Work of the current stream, of two launches: the
+        host takes most of its time in a gather that copies for launches of small kernels."""
+        key, numel = (name, tuple(shards)), 2 * len(shards)
+        start, changed = self._shards.get(key), last != now
+        if start is None and self._end + numel < len(self.words):
+            start = self._shards[key] = self._end
+            self._end += numel
+        if start is None:
+            self.words[-1:].masked_fill_(changed.any(), _CHANGED)
+        else:
+            self.words[start : start + numel].masked_fill_(changed, _CHANGED)
 
     def failed(self) -> torch.Tensor:
         """Return one int64 on the device: 1 where some word has a failure. Work of the current stream."""
@@ -61,17 +69,20 @@ class Reports:
         by_number = dict(zip(self._names.values(), self._names, strict=True))
         if len(self._names) >= _WORDS:
             by_number[_WORDS - 1] = ("one of many operations", ())
-        for number, value in enumerate(self.words.tolist()):
+        words = self.words.tolist()
+        for number, value in enumerate(words[:_WORDS]):
             failure = failure_of(value)
             if failure is not None:
                 name, frames = by_number.get(number, ("one of the later operations", ()))
                 frame = frames[failure.frame] if failure.frame < len(frames) else f"frame {failure.frame}"
                 sender = "" if failure.rank is None else f" of group rank {failure.rank}"
-                if failure.code == _CHANGED_CODE:
-                    said.append(f"{name}: {frame}: gathered before, and changed since; {_REMEDY}")
-                    continue
                 reason = _REASONS.get(failure.code, "damaged")
                 said.append(f"{name}: {frame}{sender} refused: {FrameError(failure.code, reason)}")
+        for (name, shards), start in self._shards.items():
+            changed = [shard for at, shard in enumerate(shards, start // 2) if _CHANGED in words[2 * at : 2 * at + 2]]
+            said += [f"{name}: {shard}: gathered before, and changed since; {_REMEDY}" for shard in changed]
+        if words[-1] == _CHANGED:
+            said.append(f"one of the later gathers: a shard was gathered before, and changed since; {_REMEDY}")
         return "; ".join(said)
 
 

@@ -10,6 +10,7 @@ collective, before which every rank has read the old words. A collective of one 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 import torch
@@ -67,16 +68,17 @@ def lay_out(bases: Sequence[tuple[BaseSlot, torch.Tensor]], ctx: DeviceContext) 
         This rank's shards of the last gather, on the device, ready on :func:`stage_of`; without a copy on every stream.
     """
     own = []
-    for base, rows in bases:
-        with ctx.streams.on(stage_of(base, ctx)):
-            if is_away(base, ctx):  # a copy of several rows at once would have a temporary
-                for rank, (row, words) in enumerate(zip(rows, base.memory, strict=True)):
-                    if rank != ctx.rank:
-                        row.copy_(words, non_blocking=True)
-            else:
-                rows[: ctx.rank].copy_(base.memory[: ctx.rank])
-                rows[ctx.rank + 1 :].copy_(base.memory[ctx.rank + 1 :])
-            own.append(on_device(base.memory[ctx.rank], ctx))
+    for stage, alike in itertools.groupby(bases, lambda one: stage_of(one[0], ctx)):
+        with ctx.streams.on(stage):
+            for base, rows in alike:
+                if is_away(base, ctx):  # a copy of several rows at once would have a temporary
+                    for rank, (row, words) in enumerate(zip(rows, base.memory, strict=True)):
+                        if rank != ctx.rank:
+                            row.copy_(words, non_blocking=True)
+                else:
+                    rows[: ctx.rank].copy_(base.memory[: ctx.rank])
+                    rows[ctx.rank + 1 :].copy_(base.memory[ctx.rank + 1 :])
+                own.append(on_device(base.memory[ctx.rank], ctx))
     if bases:
         ctx.streams.order(Stage.ENCODE, Stage.DECODE)
     return own
@@ -84,6 +86,8 @@ def lay_out(bases: Sequence[tuple[BaseSlot, torch.Tensor]], ctx: DeviceContext) 
 
 def keep(bases: Sequence[tuple[BaseSlot, torch.Tensor]], ctx: DeviceContext) -> None:
     """Copy the rows of an output, the shards of all ranks, to each base: on the decoding stream, after the gather has given them."""
+    if not bases:
+        return
     with ctx.streams.on(Stage.DECODE):
         for base, rows in bases:
             count, place = len(base.node_ranks), list(base.node_ranks).index(ctx.rank)
@@ -112,8 +116,7 @@ def watch(
     with ctx.streams.on(stage):
         hashes = tensors.empty(4 * len(lasts), torch.int64, ctx.device)
         ctx.route.hash_regions([*lasts, *shards], hashes, key_words(hash_key()))
-        last, now = hashes.view(2, -1, 2)
-        ctx.reports.note_changes(ctx.where(), names, (last != now).any(1))
+        ctx.reports.note_changes(ctx.where(), names, *hashes.view(2, -1))
     ctx.streams.order(stage, Stage.DECODE)
 
 
