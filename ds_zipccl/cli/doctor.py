@@ -184,8 +184,8 @@ def _read(args: argparse.Namespace) -> tuple[UserJob | None, argparse.Namespace]
 
 
 def _settle(job: UserJob | None, found: Ranks) -> Settled | None:
-    """Prove and measure the groups of the job, also where its config leaves them alone."""
-    config = job.config if job else ZipcclConfig(enabled=True)
+    """Prove and measure the groups of the job, also where its config leaves them alone, or codes them whatever their speeds."""
+    config = replace(job.config if job else ZipcclConfig(enabled=True), mode="auto")
     return doctor_ranks.settle(replace(config, nccl="auto") if config.nccl == "off" else config, found.groups[0])
 
 
