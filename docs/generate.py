@@ -335,7 +335,7 @@ def device_fill(page: Path) -> str:
 
 def jobs(page: Path) -> str:
     """The README's table of jobs: those that were trained, and nodes with GPUs by the model."""
-    return trained.jobs([measured.job_on_nccl(), modelled.job()])
+    return trained.jobs([measured.job_on_nccl(), *modelled.jobs()])
 
 
 Section = Callable[[Path], str]
