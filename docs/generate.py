@@ -19,6 +19,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the package of the checkout, not an installed one
+
 import drawing
 import lossy_tables
 import measured

@@ -21,8 +21,8 @@ from typing import Any, NamedTuple
 
 from ds_zipccl.__main__ import parse
 from ds_zipccl.cli import tables
+from ds_zipccl.cli.planning import model, speeds
 from ds_zipccl.cli.planning import rows as planned
-from ds_zipccl.cli.planning import speeds
 from ds_zipccl.cli.planning.operations import PLAIN, TOTAL, operations, traffic
 from ds_zipccl.cli.planning.schedules import DeviceSchedules
 from ds_zipccl.cli.tables import Column
@@ -107,7 +107,7 @@ def compared(program: list[str], each_hop: float) -> Iterator[dict[str, Any]]:
     for params, zero, nodes, cards, rate in STEPS:
         network = f"{cards}x{rate}gbit"
         words = f"plan --params {params} --zero {zero} --gpus {nodes * EACH} --network {network}/node --live 0 --ratio 1.4 --hop"
-        found = messages(parse(shlex.split(f"{words} 0")))
+        found = messages(model.fill(parse(shlex.split(f"{words} 0"))))
         speed = rate / 8 * RDMA_REACH
         lines = [f"{nodes} {EACH} {cards} {speed} {NVLINK / 1e9} {OPS[one.op][0]} {one.nbytes}" for one in found]
         answers = subprocess.run(program, input="\n".join(lines), capture_output=True, text=True, check=True).stdout
@@ -126,7 +126,7 @@ def compared(program: list[str], each_hop: float) -> Iterator[dict[str, Any]]:
 
 def _ours(words: str) -> float:
     """Milliseconds of plain communication of a step."""
-    args = parse(shlex.split(words))
+    args = model.fill(parse(shlex.split(words)))
     (network,) = args.network
     rows = planned.step(DeviceSchedules.modelled(args, network, speeds.device_codec("assumed-1.0", args.dtype)))
     return float(next(row["ms"] for row in rows if (row["what"], row["variant"]) == (TOTAL, PLAIN)))

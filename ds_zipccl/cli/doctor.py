@@ -18,10 +18,8 @@ than 30 s once. Lines:
   mode of the role, by which ms follows; reason: why a line passes. Mode auto also has raw frames, which are not predicted.
 
 Roles other than zero_param and zero_grad are not predicted. The ratio is that of ``--sample``, tensors as the job sends them, or of normal
-values. The step is predicted from ``--step-ms`` alone: the time of a step without communication, as measured by the user. Communication
-that overlaps with computing, as the gathers of ZeRO-3 may, costs less than predicted, coded or not. Several ranks of a node share a link:
-predictions are of one rank per node. ``--trainable`` is for LoRA and partial fine-tuning, as in ``plan``: gathers of the frozen rest are
-copies (choice "copies") from the second step on.
+values. Communication that overlaps with computing costs less than predicted, coded or not. Several ranks of a node share a link:
+predictions are of one rank per node. ``--trainable`` and ``--adapter`` are those of ``plan``.
 
 ``--check`` compares predictions with the trainings of ``bench train`` on shaped links, as root: for each ``--link`` and workload the
 measured and the predicted factor, of communication (``exchange_ms``) and of steps, whose computing time is that of the plain run.
@@ -180,7 +178,8 @@ def _take_part(args: argparse.Namespace) -> int:
 
 def _read(args: argparse.Namespace) -> tuple[UserJob | None, argparse.Namespace]:
     """Return the job, None without a config, and the options with the sizes of the model's files."""
-    return user_job.read(args.ds_config) if args.ds_config else None, model.fill(args)
+    ranks = int(os.environ.get("WORLD_SIZE", args.ranks))
+    return user_job.read(args.ds_config, ranks) if args.ds_config else None, model.fill(args)
 
 
 def _settle(job: UserJob | None, found: Ranks) -> Settled | None:

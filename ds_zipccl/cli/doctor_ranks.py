@@ -214,13 +214,12 @@ def meet(check: Callable[[], str], patience: float) -> Ranks:
         ) from problem
     if failed := [f"rank {at} on {one.host}: {one.error}" for at, one in enumerate(reports) if one.error]:
         raise AgreedError("\n".join(failed))
-    if len({report.config for report in reports}) > 1:
-        odd = next(at for at, one in enumerate(reports) if one.config != reports[0].config)
-        raise AgreedError(
-            f"the config of rank {odd} on {reports[odd].host} differs from that of rank 0 on {reports[0].host}: "
-            "give all nodes the same ds_config and the same DS_ZIPCCL"
-        )
     for at, one in enumerate(reports):
+        if one.config != reports[0].config:
+            raise AgreedError(
+                f"the config of rank {at} on {one.host} differs from that of rank 0 on {reports[0].host}: "
+                "give all nodes the same ds_config and the same DS_ZIPCCL"
+            )
         if one.groups != reports[0].groups:
             raise AgreedError(
                 f"rank {at} on {one.host} has {one.groups} groups, rank 0 has {reports[0].groups} groups: give every rank a GPU that torch "

@@ -3,57 +3,50 @@
     plan --ds-config ds_config.json --model config.json --adapter adapter_config.json --gpus 16 --network 10gbit-tcp/node
     plan --params 7e9 --trainable 20e6 --gpus 16 --gpus-per-node 8 --network 10gbit-tcp/node
 
-The answer is the last line: seconds of communication of a plain step, with the default config, and with the keys that gain more.
---ds-config, --model and --adapter read the files of a job; transformers and peft are not needed. Options on the command line precede them.
+The last line is the answer: seconds of communication of a plain step, with the default config, with the section of --ds-config, and with
+keys that gain more. Options on the command line precede the files of the job. An adapter beside the model counts if --adapter names it.
+Of the section count enabled, mode, roles, reduction, nccl and the keys that are options here. Without gradient_accumulation_steps the
+micro-batches of a step follow from train_batch_size, train_micro_batch_size_per_gpu and --gpus, as in DeepSpeed.
 
---network is the speed of the network between nodes, each way: 8x100gbit/node has all network cards of a node together, 100gbit/gpu the part
-of one GPU. -tcp is for NCCL over TCP, whose collectives reach 85% of it; by RDMA they reach 95%. --trainable is for LoRA and
-partial fine-tuning: only these parameters have gradients, and ZeRO-3 gathers the frozen rest out of copies, by --zero3-base auto, from the
-second step on. A line has the memory that they take.
+--network is the speed between nodes, each way. -tcp is for NCCL over TCP, whose collectives reach 85% of it; by RDMA they reach 95%.
+--trainable is for LoRA and partial fine-tuning: only these parameters have gradients, and ZeRO-3 copies the frozen rest out of a base.
 
-The model (formulas: ds_zipccl/policy/cost_model.py): in every micro-batch ZeRO-3 gathers the parameters forward and backward and
-scatters the gradients. ZeRO-2 all-reduces the gradients in every micro-batch, ZeRO-1 once a step, and both gather the parameters once a
-step. Operations have DeepSpeed's default sizes: 5e8 elements, and 5e7 for the gathers of ZeRO-3, which keeps --live parameters from the
-forward pass for the backward pass. The coded variants do more than exponent coding, by keys of the section in ds_config.json:
+The model (formulas: ds_zipccl/policy/cost_model.py): in every micro-batch ZeRO-3 gathers the parameters forward and backward and scatters
+the gradients. ZeRO-2 all-reduces the gradients in every micro-batch, ZeRO-1 once per step; both gather the parameters once per step.
+Operations have DeepSpeed's default sizes. These keys change more than the coding:
 
 * --owner-only auto: ZeRO-1 and ZeRO-2 send gradients to their owners only, by a reduce_scatter with half the bytes of the all_reduce.
-  If a bucket is much smaller than the model, few ranks own it and take up to twice as long to receive the sums: ms includes that.
-* --delta auto: ZeRO-1 and ZeRO-2 gather parameters as differences from the parameters of the last step. The ratio (4 for bf16) is
-  that of the peak learning rate. It grows to between 10 and 70 as the rate decays: --delta-ratio.
+  A bucket that is much smaller than the model has few owners, which take up to twice as long to receive the sums; ms includes that.
+* --delta auto: ZeRO-1 and ZeRO-2 gather parameters as differences from the last step. The ratio (4 for bf16) is that of the peak learning
+  rate. It grows to between 10 and 70 as the rate decays: --delta-ratio.
 * --zero3-base auto: ZeRO-3 copies frozen parameters out of a base, which sends nothing. Each rank compares its shard at every copy, and
-  twice a step all agree. host or device: trained parameters go as differences too. Only the first gather of a step finds changes
-  ("parameters, first"); those of the backward pass and of further micro-batches ("parameters, again") are copies.
-* --gradients CODEC: gradients by a lossy codec ("lossy" in ds_config.json). Bits and errors are expectations for dense gradients, which
-  bench codec measures on real ones. The speed is taken to be that of exponents. Sums by our schedules round once, all-reduces twice.
+  all ranks agree twice per step. host or device: trained parameters go as differences too. Only the first gather of a step finds changes
+  ("parameters, first"); gathers of the backward pass and of further micro-batches ("parameters, again") are copies.
+* --gradients CODEC: gradients by a lossy codec, at the speed of exponents. Bits and errors are expectations; bench codec measures.
 
 Columns (also the keys of the rows in --json):
 
 * variant: plain: by nodes: the GPUs with the same place in all nodes exchange, and traffic inside nodes is free. This estimate of the
-  rings is optimistic. coded: as a job in mode auto chooses: gathers by nodes, sums from every GPU to every other one, or plain.
-* how: plain, coded, differences, copies (of a base) or lossy.
-* calls: operations per step. wire_gb: 1e9 bytes that a GPU sends between nodes per step. ms: their time. speedup: plain ms / ms.
+  rings is optimistic. coded: as the job chooses, in mode auto the faster one: gathers by nodes, sums from every GPU to every other, plain.
+* how: plain, coded, differences, copies (of a base) or lossy. calls: operations per step.
+* wire_gb: 1e9 bytes that a GPU sends between nodes per step. ms: their time. speedup: plain ms / ms.
 
-Speeds with --backend gloo come from this machine's CPU, or from --profile FILE. A profile has no speeds of differences and copies: they are
-then planned as fast as exponents and without hashes, which flatters them (on CPUs they take several times as long). Left out: overlap with
-computing and between operations, congestion, the memory and time that coding takes from computing, other traffic (scalars, MoE, pipeline).
+With --backend gloo a --profile FILE has no speeds of differences and copies: the prediction takes those of exponents, which flatters them.
+Not predicted: overlap between operations, congestion, the memory and time that coding takes from computing, traffic of MoE and pipelines.
 
-NCCL groups on GPUs: sums are coded with "nccl": "on". Their plan is a model: no network of GPUs has run these schedules yet. plain: NCCL's
-rings. coded: as a job chooses its schedules: sums in two levels where that is faster, gathers coded where that is faster. The speed of the
-codec is that of docs/results/cuda.json where it has the dtype, else assumed. With several networks only totals are shown; --json has all
-rows, also those of owners: ZeRO-1 and ZeRO-2 with gradients to their owners only, plain.
+NCCL groups: without --ds-config sums are coded, as with "nccl": "on". No network of GPUs has run these schedules yet. coded: sums in two
+levels and gathers, where they are faster. --gpu-profile has the speed of the codec. With several networks only totals are shown; --json
+has all rows, and the variant owners: ZeRO-1 and ZeRO-2 with gradients to their owners only, plain.
 
-A step is sped up less than its communication. --tflops and --tokens add the computing of a GPU, with the parameters that a token uses, and
-a table of whole steps. --overlap is the share of the computing during which communication goes on. Coding during hidden communication
-delays computing by as long as its kernels run. --path slows a node's network down by a second path that every byte takes, --hop lets an
-operation take longer with every node. Columns: ms: communication; codec_ms: kernels of the codec; computing_ms: without delays; step_ms:
-all; exposed: share of the step in which GPUs only communicate; tflops: of one GPU over the step; step_speedup: plain step_ms / step_ms.
---plot draws step_ms by network and number of GPUs, from two nodes to --gpus; --json has these points as "scaling".
+--tflops and --tokens add the computing of a GPU, with the parameters that a token uses, and a table of whole steps. Coding during hidden
+communication delays computing by the time of its kernels. Columns: ms: communication; codec_ms: kernels of the codec; computing_ms:
+without delays; step_ms: all; exposed: share of the step in which GPUs only communicate; tflops: of one GPU over the step; step_speedup:
+plain step_ms / step_ms. --json has the points of --plot as "scaling".
 
-plan --clusters holds that model against runs of ZeRO-3 on 384 GPUs that others published, and prints its two fitted parameters. measured
-and predicted are TFLOPs of a GPU, off is the error, unseen that of a fit to the other figures; fewer: published TFLOPs of ZeRO++;
-bytes_alone, bytes_off: the prediction from fewer bytes alone. The exit status is 1 beyond 10%. plan --validate link and codec
-between ranks of this machine, predicts the rows of bench comm and measures them in the same processes. ideal_ms: for a bandwidth-optimal
-schedule. The exit status is 1 if raw or coded is off by more than 20%.
+plan --clusters compares the model with published runs of ZeRO-3 on 384 GPUs, and fits two parameters. measured, predicted: TFLOPs of a
+GPU; off: the error; unseen: that of a fit to the other figures; fewer: published TFLOPs of ZeRO++; bytes_alone, bytes_off: the prediction
+from fewer bytes alone. The exit status is 1 beyond 10%. plan --validate measures link and codec between ranks of this machine, predicts
+the rows of bench comm and measures them; ideal_ms: of a bandwidth-optimal schedule. The exit status is 1 beyond 20% for raw or coded.
 """
 
 from __future__ import annotations
@@ -63,7 +56,7 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 from ds_zipccl.benchmarks import clusters, data
 from ds_zipccl.benchmarks.codec import lossy as lossy_trial
@@ -81,13 +74,8 @@ _COMMON += (Column("variant", width=7), Column("how", width=11))
 _TIMES = (Column("ms", ".1f", 10), Column("speedup", ".2f"))
 HOST_COLUMNS = (*_COMMON, Column("wire_gb", ".2f", 9), *_TIMES)
 DEVICE_COLUMNS = (Column("network", width=17), *_COMMON, *_TIMES)
-
-#: Keys of the section that are options, and their meaning.
-_ABOUT = {
-    "owner_only": "ZeRO-1/2: gradients to their owners only",
-    "delta": "parameters as differences",
-    "zero3_base": "place of the base for differences of ZeRO-3",
-}
+#: Meaning of the options that are keys of the section, as in operations.SWITCHES.
+_ABOUT = ("ZeRO-1/2: gradients to their owners only", "parameters as differences", "ZeRO-3: place of the base")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -96,7 +84,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     config = "DeepSpeed config of the job, for the options from --zero on; options on the command line precede it"
     option("--ds-config", metavar="FILE", help=config)
     model.add_arguments(parser)
-    option("--zero", type=int, choices=(1, 2, 3), default=3, help="ZeRO stage (3)")
+    option("--zero", type=int, choices=(1, 2, 3), help="ZeRO stage (3)")
     option("--gpus", type=tables.count(1e7), metavar="N", help="number of GPUs")
     option("--gpus-per-node", type=tables.count(1e4), default=8, metavar="N", help="GPUs per node (8)")
     option("--backend", choices=("nccl", "gloo"), default="nccl", help="backend of the groups: gloo on CPUs (nccl)")
@@ -110,19 +98,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     about = "file of plan --validate --json or bench codec --json with the speeds (this CPU)"
     option("--profile", metavar="FILE", help=about)
     option("--ratio", type=tables.positive, metavar="R", help="ratio of the coding (measured on normal values)")
-    for key, choices in operations.SWITCHES.items():
-        about = f"{_ABOUT[key]} ({choices[0]})"
-        option(f"--{key.replace('_', '-')}", choices=choices, default=choices[0], help=about)
+    for (key, choices), about in zip(operations.SWITCHES.items(), _ABOUT, strict=True):
+        option(f"--{key.replace('_', '-')}", choices=choices, help=f"{about} ({choices[0]})")
     number, kept = tables.count(1e15), "stage3_max_live_parameters and, on top, those of the last module (1e9)"
     about = f"ZeRO-3: parameters kept from the forward pass for the backward pass: {kept}"
-    option("--live", type=lambda t: 0 if t == "0" else number(t), default=operations.LIVE, metavar="P", help=about)
+    option("--live", type=lambda t: 0 if t == "0" else number(t), metavar="P", help=about)
     spread = "ZeRO-1/2: round_robin_gradients is true, so that all ranks own equal parts of every bucket"
-    option("--round-robin", action="store_true", help=spread)
+    option("--round-robin", action="store_const", const=True, help=spread)
     option("--delta-ratio", type=float, metavar="R", help=f"ratio of differences (bf16: {DELTA_RATIO:g})")
     about = "gradients by a lossy codec, such as round:3 (names and settings as in bench codec) (lossless)"
     option("--gradients", type=partial(lossy_trial.named, ()), metavar="CODEC", help=about)
-    option("--accumulation", type=tables.count(1e6), default=1, metavar="K", help="micro-batches per step (1)")
-    option("--dtype", type=data.dtype, default="bfloat16", metavar="T", help="bf16 fp16 fp32 (bf16)")
+    option("--accumulation", type=tables.count(1e6), metavar="K", help="micro-batches per step (1)")
+    option("--dtype", type=data.dtype, metavar="T", help="bf16 fp16 fp32 (bf16)")
     option("--bucket", type=tables.count(1e15), metavar="BYTES", help="bytes of every operation (DeepSpeed's defaults)")
     option("--json", metavar="FILE", help="write the rows here too")
     option(
@@ -134,45 +121,39 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     about = "compare the model of whole steps with published runs; of other options only --json counts"
     option("--clusters", action="store_true", help=about)
     validate.add_arguments(parser)
-    parser.set_defaults(buckets=operations.Buckets())
 
 
-class _Groups(NamedTuple):
-    """The groups of a job on each network, by its name. ``more``: further keys of ``--json``."""
-
-    found: dict[str, rows.Schedules]
-    columns: Sequence[Column]
-    more: dict[str, Any]
+#: The groups of a job on each network, by its name; columns of the table; further keys of ``--json``.
+_Groups = tuple[dict[str, rows.Schedules], Sequence[Column], dict[str, Any]]
 
 
 def main(args: argparse.Namespace) -> int:
     """Run ``plan``; 0, or with ``--validate`` 1 if the model is off."""
     if args.validate:
         return validate.main(args)
+    args = _with_files(args)
     if args.clusters:
         return clusters.main(args)
-    args = _with_files(args)
     _check(args)
     nccl = args.backend == "nccl"
     work = rows.computing(args) if nccl else None
     if args.plot:
         from ds_zipccl.benchmarks import plots  # before the model: matplotlib may be missing
 
-    groups = _on_nccl(args) if nccl else _on_gloo(args)
-    planned = [row for each in groups.found.values() for row in rows.step(each)]
-    shown = (row for row in planned if len(groups.found) == 1 or row["what"] == operations.TOTAL)
-    tables.show(groups.columns, (row for row in shown if row["variant"] != OWNERS))
+    groups, columns, more = _on_nccl(args) if nccl else _on_gloo(args)
+    planned = [row for each in groups.values() for row in rows.step(each)]
+    shown = (row for row in planned if len(groups) == 1 or row["what"] == operations.TOTAL)
+    tables.show(columns, (row for row in shown if row["variant"] != OWNERS))
     for remark in _remarks(args, planned):
         tables.say(remark)
-    more = groups.more
     if work is not None:
         tables.say()
         more["steps"] = tables.show(rows.WHOLE_COLUMNS, rows.whole_steps(args, planned, work))
-    more["answers"] = [rows.answer(where, each) for where, each in groups.found.items()]
+    more["answers"] = [rows.answer(where, each) for where, each in groups.items()]
     for line in more["answers"]:
         tables.say(line)
     if work is not None and args.plot:
-        more["scaling"] = list(_scaling(args, groups.found.values(), work))
+        more["scaling"] = list(_scaling(args, groups.values(), work))
         plots.scaling(args.plot, more["scaling"])
     if args.json:
         tables.write_json(args.json, planned, args.command, **more)
@@ -185,7 +166,7 @@ def _with_files(args: argparse.Namespace) -> argparse.Namespace:
     if args.ds_config:
         from ds_zipccl.cli.planning import job as job_plan  # imports torch, which `plan --help` does not need
 
-        job = user_job.read(args.ds_config)
+        job = user_job.read(args.ds_config, args.gpus)
         if reason := job_plan.unpredicted(job, "cpu", "gloo"):
             raise ToolError(f"{args.ds_config}: {reason}")
         known = job.options() | ({"gradients": None} if args.backend == "nccl" else {})
@@ -222,8 +203,7 @@ def _on_gloo(args: argparse.Namespace) -> _Groups:
     if COPIED in used:
         tables.say(f"        copies of a base: {coded[COPIED].profile.copy / 1e9:.1f} GB/s")
     if args.profile and used & {CHANGED, COPIED}:
-        lacks = "has no speeds of differences and copies: planned as fast as exponents, which flatters them"
-        tables.say(f"        {args.profile} {lacks}")
+        tables.say(f"        {args.profile} has no speeds of differences and copies: planned as fast as exponents")
     for line in operations.base_memory(args):
         tables.say(line)
     where = args.network[0].text if args.network else args.profile
@@ -233,7 +213,7 @@ def _on_gloo(args: argparse.Namespace) -> _Groups:
     if args.gradients is not None:
         more["gradients"] = str(args.gradients)
     more[CHANGED] = {"encode": changed.profile.encode, "decode": changed.profile.decode, "ratio": changed.ratio}
-    return _Groups({where: HostSchedules(args, coded)}, HOST_COLUMNS, more)
+    return {where: HostSchedules(args, coded)}, HOST_COLUMNS, more
 
 
 def _on_nccl(args: argparse.Namespace) -> _Groups:
@@ -246,7 +226,7 @@ def _on_nccl(args: argparse.Namespace) -> _Groups:
         tables.say(line)
     found: dict[str, rows.Schedules] = {each.text: DeviceSchedules.modelled(args, each, codec) for each in networks}
     # "Computed" is the word of the documentation for figures of a model.
-    return _Groups(found, DEVICE_COLUMNS, {"codec": codec._asdict(), "made": "Computed"})
+    return found, DEVICE_COLUMNS, {"codec": codec._asdict(), "made": "Computed"}
 
 
 def _about(coding: Coding, *more: str) -> str:

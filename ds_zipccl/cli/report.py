@@ -50,11 +50,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", metavar="FILE", help="write everything here too")
     tried = "try the routes of this name alone; cupy is compiled where no GPU is, too"
     parser.add_argument("--route", choices=("native", "numba", "cupy"), help=tried)
-    devices, wanted = (
-        ("cpu", "cuda"),
-        "exit with 1 unless every route for this type of device, cpu or cuda, works; repeatable",
+    wanted = "exit with 1 unless every route for this type of device, cpu or cuda, works; repeatable"
+    parser.add_argument(
+        "--require", action="append", choices=("cpu", "cuda"), default=[], metavar="DEVICE", help=wanted
     )
-    parser.add_argument("--require", action="append", choices=devices, default=[], metavar="DEVICE", help=wanted)
     parser.add_argument("--bundle", metavar="FILE", help="write one zip file for a bug report")
     attached = "with --bundle: files for it, such as the output of the job, its ds_config.json and its step_log"
     parser.add_argument("--attach", nargs="+", default=[], metavar="FILE", help=attached)

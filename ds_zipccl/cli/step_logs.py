@@ -46,8 +46,7 @@ def read(path: str, first: int = 0) -> list[Step]:
     Raises:
         ToolError: the file cannot be read, no training writes such a line, or there is no such step.
     """
-    steps = []
-    number = 0
+    steps, number = [], 0
     try:
         with open(path, "rb") as file:
             for number, line in enumerate(file, 1):

@@ -185,10 +185,9 @@ def write_json(path: str, rows: Sequence[Mapping[str, Any]], command: str, **mor
         ToolError: the file cannot be written.
     """
     date = datetime.now(timezone.utc).date().isoformat()
-    content = {"rows": list(rows), "date": date, "machine": machine(), "versions": versions(), "command": command}
-    content |= more
+    known = {"date": date, "machine": machine(), "versions": versions(), "command": command}
     try:
-        Path(path).write_text(json.dumps(content, indent=1, allow_nan=False) + "\n")
+        Path(path).write_text(json.dumps({"rows": list(rows)} | known | more, indent=1, allow_nan=False) + "\n")
     except OSError as error:
         raise ToolError(f"cannot write {path}: {error.strerror}") from error
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from ds_zipccl.comm.device import engine as device
 from ds_zipccl.comm.device import sizes
 from ds_zipccl.comm.device.bases.agreed import Agreed, agree_ahead, check_frames
-from ds_zipccl.comm.device.choice import Settled, compare, end_step, host_bases_gain, never_coded, settle
+from ds_zipccl.comm.device.choice import Settled, compare, end_step, host_bases_gain, never_coded, settle, sums_of
 from ds_zipccl.comm.device.streams import streams_of
 from ds_zipccl.comm.group_state import GroupState, find_nodes, group_state
 from ds_zipccl.comm.host import calibration
@@ -30,7 +30,7 @@ from ds_zipccl.policy.cost_model import LinkProfile
 __all__ = [
     "COPIES", "ENGINES", "Agreed", "Engine", "Keeper", "Kept", "Settled", "SharedBase", "SideStream", "abandoning",
     "agree_ahead", "calibrate", "calibration", "check_frames", "compare", "end_step", "engine_of", "finish", "forget_repeats",
-    "host", "host_bases_gain", "never_coded", "receive", "register", "same_words", "send", "settle", "start",
+    "host", "host_bases_gain", "never_coded", "receive", "register", "same_words", "send", "settle", "start", "sums_of",
 ]  # fmt: skip
 
 

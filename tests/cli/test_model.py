@@ -9,10 +9,12 @@ from typing import Any
 import pytest
 import torch
 from commands import assert_refused, outcome
+from places import ROOT
 
 from ds_zipccl.cli import ToolError
-from ds_zipccl.cli.planning import model
+from ds_zipccl.cli.planning import model, user_job
 
+CODEC = ROOT / "docs/results/codec.json"
 LLAMA = {
     "model_type": "llama", "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32,
     "num_key_value_heads": 8, "vocab_size": 128256,
@@ -125,8 +127,9 @@ JOB = {
 
 
 def test_a_plan_of_a_job_from_its_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The files stand for options, and an option precedes a file."""
-    files = f"plan --ds-config {written(tmp_path, JOB, 'ds.json')} --model {written(tmp_path, LLAMA)}"
+    """The files stand for options, and an option precedes a file. An adapter counts where it is named."""
+    job = JOB | {"zipccl": {"enabled": True, "delta": "off", "nccl": "on"}}
+    files = f"plan --ds-config {written(tmp_path, job, 'ds.json')} --model {written(tmp_path, LLAMA)}"
     network = " --gpus 16 --network 100gbit/node"
     found = outcome(tmp_path, files + network)
     options = "plan --params 8030261248 --zero 2 --accumulation 4 --round-robin --delta off --bucket 2e9"
@@ -134,18 +137,66 @@ def test_a_plan_of_a_job_from_its_files(tmp_path: Path, capsys: pytest.CaptureFi
     gradients = [row for row in found["rows"] if row["what"] == "gradients"]
     assert gradients == [row for row in rows if row["what"] == "gradients"] and gradients[0]["calls"] == 4 * 9
     said = capsys.readouterr().out
-    assert (
-        "model: llama, 32 layers of width 4,096, 8.03e+09 parameters\n" in said
-        and "ZeRO-2, bfloat16, accumulation 4" in said
-    )
-    fewer = outcome(tmp_path, f"{files} --accumulation 1 --params 1e9{network}")["rows"]
-    assert fewer[0]["calls"] == 1
-    written(tmp_path, {"peft_type": "LORA", "r": 8, "target_modules": ["q_proj"]}, model.ADAPTER)
-    adapted = outcome(tmp_path, files + network)["rows"]
-    assert (
-        f"LoRA of rank 8 on 32 modules, 2.097e+06 parameters, by {tmp_path / model.ADAPTER}" in capsys.readouterr().out
-    )
+    assert "model: llama, 32 layers of width 4,096, 8.03e+09 parameters\n" in said
+    assert "ZeRO-2, bfloat16, accumulation 4" in said
+    fewer = outcome(tmp_path, f"{files} --accumulation 1 --params 1e9 --zero 3{network}")["rows"]
+    assert (fewer[0]["calls"], fewer[0]["what"]) == (20, "parameters, forward")
+    path = written(tmp_path, {"peft_type": "LORA", "r": 8, "target_modules": ["q_proj"]}, model.ADAPTER)
+    capsys.readouterr()
+    assert outcome(tmp_path, files + network)["rows"] == found["rows"]
+    assert f"8.03e+09 parameters; all are trained: for LoRA add --adapter {path}\n" in capsys.readouterr().out
+    adapted = outcome(tmp_path, f"{files} --adapter {path}{network}")["rows"]
+    assert f"LoRA of rank 8 on 32 modules, 2.097e+06 parameters, by {path}" in capsys.readouterr().out
     assert adapted[0]["calls"] == 4 and adapted[0]["ms"] < gradients[0]["ms"] / 1000
+
+
+NCCL, GLOO = "--network 100gbit/node", f"--backend gloo --gpus-per-node 1 --network 5gbit/gpu --profile {CODEC}"
+FAST = {NCCL: "--network 8x400gbit/node", GLOO: GLOO.replace("5gbit", "800gbit")}
+
+
+@pytest.mark.parametrize(
+    ("section", "place", "how", "said"),
+    [  # how: of gradients, of parameters
+        ({}, NCCL, "plain coded", ', with "nccl": "on" 0.'),
+        ({"nccl": "on"}, NCCL, "coded coded", '), with "nccl": "on" 0.'),
+        ({"nccl": "off"}, NCCL, "plain plain", 'with "nccl": "off" as long\n'),
+        ({"mode": "never"}, NCCL, "plain plain", 'with "mode": "never" as long'),
+        ({"reduction": "fp32"}, NCCL, "coded coded", 'with "reduction": "fp32" 0.'),
+        ({"nccl": "on", "roles": {"zero_param": "never"}}, NCCL, "coded plain", '"roles": {"zero_param": "never"}'),
+        ({"nccl": "on"}, FAST[NCCL], "plain plain", 'with "nccl": "on" as long\n'),
+        ({"nccl": "on", "mode": "always"}, FAST[NCCL], "coded coded", 'with "mode": "always" and "nccl": "on" '),
+        ({}, GLOO, "coded coded", "with the default config 4.06 s"),
+        ({"enabled": False}, GLOO, "plain plain", 'with "enabled": false as long\n'),
+        ({"mode": "never", "roles": {"zero_grad": "always"}}, GLOO, "coded plain", 'with "mode": "never" and "roles": '),
+        ({"reduction": "plain"}, GLOO, "plain coded", 'with "reduction": "plain" 5.03 s'),
+        ({"roles": {"zero_grad": "always"}}, FAST[GLOO], "coded plain", 'with "roles": {"zero_grad": "always"} as long'),
+    ],
+)  # fmt: skip
+def test_the_section_decides(section: dict[str, Any], place: str, how: str, said: str, tmp_path: Path, capsys: Any) -> None:  # fmt: skip
+    job = {"bf16": {"enabled": True}, "zero_optimization": {"stage": 3}, "zipccl": {"enabled": True} | section}
+    words = f"plan --ds-config {written(tmp_path, job, 'ds.json')} --params 1e9 --gpus 16 {place}"
+    coded = {row["what"]: row["how"] for row in outcome(tmp_path, words)["rows"] if row["variant"] == "coded"}
+    assert f"{coded['gradients']} {coded['parameters, forward']}" == how
+    assert said in capsys.readouterr().out
+
+
+BATCH = {"train_batch_size": 64, "train_micro_batch_size_per_gpu": 2}
+
+
+@pytest.mark.parametrize(
+    ("keys", "wanted"),
+    [
+        (BATCH, 2),
+        (BATCH | {"sequence_parallel_size": 4}, 8),
+        (BATCH | {"tensor_parallel": {"autotp_size": 2}}, 4),
+        (BATCH | {"gradient_accumulation_steps": 3}, 3),
+        (BATCH | {"train_batch_size": "auto"}, 1),
+    ],
+)
+def test_micro_batches_follow_from_batch_sizes(keys: dict[str, Any], wanted: int, tmp_path: Path) -> None:
+    assert user_job.read(written(tmp_path, keys), 16).accumulation == wanted
+    with pytest.raises(ToolError, match="train_batch_size is 63, wanted is train_micro_batch_size_per_gpu x 16 data"):
+        user_job.read(written(tmp_path, BATCH | {"train_batch_size": 63}), 16)
 
 
 def test_computing_is_of_the_parameters_that_a_token_uses(tmp_path: Path) -> None:

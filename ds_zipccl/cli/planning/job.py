@@ -10,7 +10,7 @@ import torch
 
 from ds_zipccl.cli import ToolError, files
 from ds_zipccl.cli.planning import speeds
-from ds_zipccl.cli.planning.operations import CODED, COPIED, GRADIENTS, PLAIN, TOTAL, StepTraffic
+from ds_zipccl.cli.planning.operations import CODED, COPIED, GRADIENTS, HOW, PLAIN, TOTAL, StepTraffic, role_of
 from ds_zipccl.cli.planning.schedules import Coding, DeviceSchedules, HostSchedules, Row, codings
 from ds_zipccl.cli.planning.user_job import UserJob
 from ds_zipccl.comm.engine import Settled
@@ -111,8 +111,6 @@ def predict_on_device(
     for line in groups.lines():
         gradients, chosen = line.what == GRADIENTS, groups.chosen(line)
         plain, ours = chosen[PLAIN], chosen[CODED]
-        if job.config.mode_of(_role(line)) == "never":
-            ours = plain
         choice = ours["how"] if ours["how"] != PLAIN or ours["op"] == plain["op"] else "owners"
         sums = PassReason.PLAIN_SUMS if gradients and settled.sums == "plain" else PassReason.PLAIN_IS_FASTER
         reason = sums.value if choice in (PLAIN, "owners") else ""
@@ -120,14 +118,10 @@ def predict_on_device(
     return _with_total(planned)
 
 
-def _role(line: StepTraffic) -> str:
-    return "zero_grad" if line.what == GRADIENTS else "zero_param"
-
-
 def _row(line: StepTraffic, op: str, ms: tuple[float, float, float], choice: str, reason: str) -> dict[str, Any]:
     plain, coded, expected = ms
     times = {"plain_ms": plain, "coded_ms": coded, "ms": expected}
-    row = {"what": line.what, "op": op, "role": _role(line), **times, "choice": choice, "reason": reason}
+    row = {"what": line.what, "op": op, "role": role_of(line), **times, "choice": choice, "reason": reason}
     return row | {"speedup": plain / expected}
 
 
@@ -151,7 +145,7 @@ def step_speedup(total: dict[str, Any], computing_ms: float) -> float:
 
 def _chosen(groups: HostSchedules, line: StepTraffic, job: UserJob, device: str) -> dict[str, Any]:
     """The row of a line: its schedules, and the one that admission and the mode of its role choose."""
-    gradients, config, role = line.what == GRADIENTS, job.config, _role(line)
+    gradients, config, role = line.what == GRADIENTS, job.config, role_of(line)
     message = Message(
         op=_OPS[line.coded_op or line.op],
         dtype=getattr(torch, job.dtype),
@@ -164,17 +158,10 @@ def _chosen(groups: HostSchedules, line: StepTraffic, job: UserJob, device: str)
         plain_sums=gradients and config.reduction == "plain",
     )
     reason = admission.admit(message, config).reason
-    plain, coded = groups.plain_row(line), groups.coded_row(line)
-    # Mode "auto" passes lossy roles on to no other schedule, because results must not depend on timings; copies have none beside them.
-    how = "copies" if line.coding == COPIED else "coded"
-    times: dict[str, float] = {how: coded["ms"]}
-    if role not in config.lossy_roles and how == "coded":
-        times["plain"] = plain["ms"]
-        if coded["exponents_ms"] < coded["ms"]:
-            times["exponents"] = coded["exponents_ms"]
-    choices = {"auto": min(times, key=times.__getitem__), "always": how, "never": "plain"}
-    choice = "plain" if reason else choices[config.mode_of(role)]
-    expected = plain["ms"] if choice == "plain" else times[choice]
-    if choice == "plain" and not reason:
+    plain, chosen = groups.chosen(line).values()
+    coded = groups.coded_row(line)
+    choice = {coded["how"]: "coded", PLAIN: PLAIN, HOW[COPIED]: HOW[COPIED]}.get(chosen["how"], "exponents")
+    if choice == PLAIN and not reason:
         reason = PassReason.PLAIN_IS_FASTER.value + ", as predicted"
+    choice, expected = (PLAIN, plain["ms"]) if reason else (choice, chosen["ms"])
     return _row(line, coded["op"], (plain["ms"], coded["ms"], expected), choice, reason)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import re
-import shlex
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -12,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ds_zipccl.cli import ToolError, tables
+from ds_zipccl.cli.planning.operations import DEFAULTS
 from ds_zipccl.cli.planning.user_job import Reader
 
 FILE, ADAPTER = "config.json", "adapter_config.json"
@@ -77,31 +77,30 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     option("--trainable", type=number, metavar="P", help="parameters that are trained, such as 20e6 with LoRA (all)")
     about = f"in place of --params: {FILE} of transformers, or its folder; for {', '.join(FAMILIES)}"
     option("--model", metavar="FILE", help=about)
-    about = f"in place of --trainable: {ADAPTER} of peft, or its folder (the one beside --model, if any)"
+    about = f"in place of --trainable: {ADAPTER} of peft, or its folder (full fine-tuning)"
     option("--adapter", metavar="FILE", help=about)
 
 
 def fill(args: argparse.Namespace, **known: Any) -> argparse.Namespace:
-    """Return ``args`` with ``known`` values, and with the parameters of the files of the model. Options on the command line precede both.
-    ``about``: a line about the model, "" without a file. ``active``: parameters with which a token is computed.
+    """Return ``args`` with the parameters of the files of the model, and with ``known`` values, else :data:`DEFAULTS`, where the command
+    line has none. ``about``: a line about the model, "" without a file. ``active``: parameters with which a token is computed.
 
     Raises:
         ToolError: a file cannot be read, or does not tell the parameters; or more are trained than there are.
     """
     if args.adapter and not args.model:
         raise ToolError("--adapter adds to a model: name --model too, or --trainable in place of --adapter")
-    known |= {"about": "", "active": args.params}
+    known = DEFAULTS | known | {"about": "", "active": args.params}
     if args.model:
-        model, adapted = read(args.model), args.adapter
-        if (beside := _file(args.model, FILE).with_name(ADAPTER)).is_file():
-            adapted = adapted or str(beside)
-        trained, said = adapter(adapted, model) if adapted and args.trainable is None else (None, "")
+        model, beside = read(args.model), _file(args.model, FILE).with_name(ADAPTER)
+        trained, said = adapter(args.adapter, model) if args.adapter and args.trainable is None else (None, "")
+        if not (args.adapter or args.trainable) and beside.is_file():
+            said = f"; all are trained: for LoRA add --adapter {beside}"
         known |= {"about": f"{model}{said}", "trainable": trained}
         if args.params is None:  # adapters come on top of the model
             known |= {"params": model.params + (trained or 0), "active": model.active + (trained or 0)}
-    args.parser.set_defaults(**known)
-    found: argparse.Namespace = args.parser.parse_args(shlex.split(args.command)[4:])
-    found.command = args.command
+    given = {key: value for key, value in vars(args).items() if value is not None}
+    found = argparse.Namespace(**vars(args) | known | given)
     if found.trainable is not None and found.trainable > (found.params or 0):
         got = f"{found.trainable:,} of {found.params or 0:,}"
         raise ToolError(f"--trainable is a part of --params or --model: wanted is at most that, got {got}")

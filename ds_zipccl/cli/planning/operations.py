@@ -5,6 +5,9 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import Any
+
+from ds_zipccl.config import ZipcclConfig
 
 #: DeepSpeed's defaults, in elements: reduce_bucket_size and allgather_bucket_size; stage3_prefetch_bucket_size;
 #: stage3_max_live_parameters and stage3_max_reuse_distance.
@@ -20,6 +23,7 @@ PLAIN, CODED = "plain", "coded"
 HOW = {EXPONENTS: CODED, CHANGED: "differences", COPIED: "copies", LOSSY: LOSSY}
 #: Keys of the section that are options of ``plan``: values, the default first.
 SWITCHES = {"owner_only": ("auto", "off"), "delta": ("auto", "off"), "zero3_base": ("auto", "off", "host", "device")}
+USUAL = {key: choices[0] for key, choices in SWITCHES.items()}
 #: Agreements on the copies of a step: before the first one, and before the optimizer step (how-it-works.md).
 _AGREEMENTS = 2
 
@@ -56,10 +60,25 @@ class Buckets:
     kept: int = 0
 
 
+#: Options that the files of a job fill in where the command line does not -> their values without files. ``section``: that of the job.
+DEFAULTS: dict[str, Any] = {"zero": 3, "dtype": "bfloat16", "accumulation": 1, "live": LIVE, "round_robin": False}
+DEFAULTS |= USUAL | {"buckets": Buckets(), "section": ZipcclConfig(enabled=True, nccl="on")}
+
+
 def default_config(args: argparse.Namespace) -> argparse.Namespace:
     """Return ``args`` with the default of every key of the section."""
-    defaults = {key: choices[0] for key, choices in SWITCHES.items()}
-    return argparse.Namespace(**vars(args) | defaults | {"gradients": None})
+    return argparse.Namespace(**vars(args) | USUAL | {"gradients": None, "section": ZipcclConfig(enabled=True)})
+
+
+def role_of(line: StepTraffic) -> str:
+    """Return the role of the messages of a line."""
+    return "zero_grad" if line.what == GRADIENTS else "zero_param"
+
+
+def mode_of(args: argparse.Namespace, line: StepTraffic) -> str:
+    """Return the mode of a line by the section of the job."""
+    section: ZipcclConfig = args.section
+    return section.mode_of(role_of(line)) if section.enabled else "never"
 
 
 def host_base(args: argparse.Namespace) -> argparse.Namespace | None:

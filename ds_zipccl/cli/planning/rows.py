@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import json
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from ds_zipccl.cli import ToolError, tables
-from ds_zipccl.cli.planning.operations import CODED, PLAIN, SWITCHES, TOTAL, default_config, host_base, operations
+from ds_zipccl.cli.planning.operations import CODED, PLAIN, TOTAL, USUAL, default_config, host_base, operations
 from ds_zipccl.cli.planning.schedules import DeviceSchedules, HostSchedules, Row
 from ds_zipccl.cli.tables import Column
 from ds_zipccl.policy.cost_model import HOP_S, STEP_S
@@ -42,29 +43,27 @@ def step(found: Schedules) -> Iterator[dict[str, Any]]:
 def answer(where: str, found: Schedules) -> str:
     """Return the answer for a user in one sentence. ``where``: the network. By the default config the sums of NCCL groups stay NCCL's."""
     args, nccl = found.args, found.args.backend == "nccl"
+    kinds = ("enabled", "mode", "roles", "reduction", *(("nccl",) if nccl else ()))
 
     def takes(ms: float) -> str:
         return f"{ms / 1e3:.3g} s ({plain / ms:.3g} times less)" if plain > GAIN * ms else "as long"
 
-    def totals(options: argparse.Namespace, usual: bool = False) -> dict[str, float]:
-        schedules = replace(found, args=options)
-        if usual and isinstance(schedules, DeviceSchedules):
-            schedules = replace(schedules, settled=PLAIN)
-        rows = step(schedules)
+    def totals(options: argparse.Namespace) -> dict[str, float]:
+        rows = step(replace(found, args=options))
         return {row["variant"]: float(row["ms"]) for row in rows if row["what"] == TOTAL}
 
     plain = totals(args)[PLAIN]
-    best = totals(default_config(args), usual=True)[CODED]
+    best = totals(usual := default_config(args))[CODED]
     parts = [f"plain communication takes {plain / 1e3:.3g} s a step", f"with the default config {takes(best)}"]
-    based = host_base(args)
-    for options in (args, based) if based else (args,):
+    proved = replace(args.section, nccl="on") if nccl and args.section.nccl == "auto" else args.section
+    proposed = argparse.Namespace(**vars(args) | {"section": proved})
+    for options in filter(None, (args, proposed, host_base(proposed))):
         ms = totals(options)[CODED]
-        chosen = {"nccl": "on"} if nccl else {}
-        switches = {key: (getattr(options, key), usual) for key, (usual, *_) in SWITCHES.items()}
-        chosen |= {key: value for key, (value, usual) in switches.items() if value != usual}
-        keys = [f'"{key}": "{value}"' for key, value in chosen.items()]
+        values = {key: (getattr(options.section, key), getattr(usual.section, key)) for key in kinds}
+        values |= {key: (getattr(options, key), value) for key, value in USUAL.items()}
+        keys = [f'"{key}": {json.dumps(value)}' for key, (value, other) in values.items() if value != other]
         keys += [f"gradients by {args.gradients}"] if args.gradients is not None else []
-        asked = options is args and keys != ['"nccl": "on"']  # this key is a proposal
+        asked = options is args and (args.ds_config or keys != ['"nccl": "on"'])  # without a file a proposal
         if keys and (asked or best > WORTH * ms):
             parts.append(f"with {' and '.join(keys)} {takes(ms)}")
             best = min(best, ms)

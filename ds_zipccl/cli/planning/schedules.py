@@ -89,13 +89,14 @@ class HostSchedules:
         return step.traffic(self.args)
 
     def chosen(self, line: StepTraffic) -> dict[str, Row]:
-        """As mode "auto" chooses: the fastest schedule, and ``how`` names it. Copies and lossy lines are not chosen by times."""
-        plain, coded = self.plain_row(line), self.coded_row(line)
-        if line.coding not in (COPIED, LOSSY):
-            if coded["exponents_ms"] < coded["ms"]:
-                coded |= {"how": CODED, "ms": coded["exponents_ms"]}
-            if plain["ms"] < coded["ms"]:
-                coded |= {key: plain[key] for key in ("op", "how", "ratio", "wire_gb", "ms")}
+        """As the mode of the line chooses, "auto" the fastest; ``how`` names it. Copies and lossy lines are not chosen by times."""
+        plain, coded, mode = self.plain_row(line), self.coded_row(line), step.mode_of(self.args, line)
+        timed = mode == "auto" and line.coding not in (COPIED, LOSSY)
+        if timed and coded["exponents_ms"] < coded["ms"]:
+            coded |= {"how": CODED, "ms": coded["exponents_ms"]}
+        never = mode == "never" or (line.what == step.GRADIENTS and self.args.section.reduction == "plain")
+        if never or (timed and plain["ms"] < coded["ms"]):
+            coded |= {key: plain[key] for key in ("op", "how", "ratio", "wire_gb", "ms")}
         return {PLAIN: plain, CODED: coded}
 
     def plain_row(self, line: StepTraffic) -> Row:
@@ -174,8 +175,8 @@ _EVEN = 0.9
 
 @dataclass(frozen=True)
 class DeviceSchedules:
-    """Schedules on NCCL groups with the speeds of ``profile``. ``network``: its name. ``settled``: the sums of a job; "": those that the
-    speeds choose."""
+    """Schedules on NCCL groups with the speeds of ``profile``. ``network``: its name. ``settled``: the sums of a job; "": those that its
+    section and the speeds choose."""
 
     args: argparse.Namespace
     profile: DeviceProfile
@@ -200,7 +201,9 @@ class DeviceSchedules:
     @cached_property
     def sums(self) -> str:
         """The sums that a job chooses: "fp32" or "plain"."""
-        return self.settled or cost_model.sums_of(self.topology, self.profile)
+        from ds_zipccl.comm.engine import sums_of  # imports torch, which `plan --help` does not need
+
+        return self.settled or sums_of(self.args.section, self.topology, self.profile)
 
     @cached_property
     def moves(self) -> bool:
@@ -232,7 +235,8 @@ class DeviceSchedules:
                 coding += line.times * count * busy
             how = step.HOW[line.coding] if coding else PLAIN
             rows[variant] = {"op": op, "how": how, "ms": 1e3 * seconds, "codec_ms": 1e3 * coding}
-        return rows
+        never = self.args.section.nccl == "off" or step.mode_of(self.args, line) == "never"
+        return rows | {CODED: dict(rows[PLAIN])} if never else rows
 
     def _ratio(self, kind: str, coding: str) -> float:
         if coding == CHANGED:
@@ -297,7 +301,7 @@ class DeviceSchedules:
         for kind in kinds:
             plain = cost_model.plain_seconds(kind, nbytes, self.topology, self.profile)
             ours = self._coded(line, kind, nbytes)
-            moves = self.moves and ours < plain
+            moves = step.mode_of(self.args, line) == "always" or (self.moves and ours < plain)
             # The gather of an all-reduce of ours is a part of its sum, and is no move that may be plain.
             takes = self.sums == "fp32" if kind == SUM or len(kinds) > 1 else moves
             seconds += ours if takes else plain

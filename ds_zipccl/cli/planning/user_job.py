@@ -15,6 +15,7 @@ AUTO = "auto"
 STAGES = (0, 1, 2, 3)
 #: Section that switches a half precision on -> torch name of its dtype.
 _HALVES = {"bf16": "bfloat16", "bfloat16": "bfloat16", "fp16": "float16"}
+_BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu")
 #: Key of a config with traffic that depends on the layers of the model -> roles of this traffic.
 _LAYERED = {"tensor_parallel": "tp", "sequence_parallel_size": "sp", "expert_parallel": "ep", "pipeline": "pp"}
 
@@ -48,13 +49,15 @@ class UserJob:
             "zero3_base": config.zero3_base,
             "round_robin": self.round_robin,
             "gradients": config.lossy_of("zero_grad"),
+            "section": config,
             "buckets": self.buckets,
             "live": self.buckets.kept,
         }
 
 
-def read(path: str) -> UserJob:
-    """Return the job of the DeepSpeed config at ``path``. ``DS_ZIPCCL`` precedes the section of the file, as in the job.
+def read(path: str, ranks: int | None = None) -> UserJob:
+    """Return the job of the DeepSpeed config at ``path``. ``DS_ZIPCCL`` precedes the section of the file, as in the job. ``ranks``: of the
+    whole job, for a number of micro-batches that follows from batch sizes.
 
     Raises:
         ToolError: the file cannot be read or is no JSON object, the section is invalid or misspelled, or a value is not possible.
@@ -74,7 +77,7 @@ def read(path: str) -> UserJob:
         config,
         stage,
         reader.dtype(content),
-        reader.whole(content, "gradient_accumulation_steps", 1),
+        _accumulation(reader, content, ranks),
         Buckets(
             reader.whole(zero, "reduce_bucket_size", BUCKET),
             reader.whole(zero, "allgather_bucket_size", BUCKET),
@@ -85,6 +88,20 @@ def read(path: str) -> UserJob:
         tuple(reader.notes),
         content,
     )
+
+
+def _accumulation(reader: Reader, content: Mapping[str, Any], ranks: int | None) -> int:
+    """Micro-batches of a step. Where the key is absent they follow from the batch sizes, as in ``deepspeed/runtime/config.py``."""
+    key, sizes = "gradient_accumulation_steps", [content.get(name) for name in _BATCH]
+    if ranks is None or content.get(key) is not None or None in sizes or AUTO in sizes:
+        return reader.whole(content, key, 1)
+    batch, micro = (reader.whole(content, name) for name in _BATCH)
+    tensor = reader.whole(reader.section(content, "tensor_parallel"), "autotp_size", 1, least=0)
+    replicas = max(1, ranks // (reader.whole(content, "sequence_parallel_size", 1) * max(1, tensor)))
+    if batch % (micro * replicas):
+        wanted = f"{_BATCH[1]} x {replicas} data-parallel ranks x a whole number; DeepSpeed refuses this job"
+        raise ToolError(f"{reader.path}: {_BATCH[0]} is {batch}, wanted is {wanted}")
+    return batch // (micro * replicas)
 
 
 def _kept(reader: Reader, zero: Mapping[str, Any], prefetch: int) -> int:

@@ -106,7 +106,7 @@ def settle(config: ZipcclConfig, device: torch.device) -> Settled | None:
     if topology.nodes > 1 and "auto" in modes:
         profile = calibration.measure(group, config, device)
         state.device_profiles[device.type, state.backend(device.type)] = profile
-    state.device_sums = _sums(config, topology, profile)
+    state.device_sums = sums_of(config, topology, profile)
     one_queue = device.type == "cuda" and "1" in tell(group, os.environ.get(_QUEUES, "")).values()
     rule = rule_of(topology, profile, one_queue)
     if "auto" in modes and rule.reason is None and profile is not None:
@@ -123,7 +123,8 @@ def settle(config: ZipcclConfig, device: torch.device) -> Settled | None:
     return settled
 
 
-def _sums(config: ZipcclConfig, topology: Topology, profile: DeviceProfile | None) -> str:
+def sums_of(config: ZipcclConfig, topology: Topology, profile: DeviceProfile | None) -> str:
+    """Return the sums of a job, "fp32" or "plain"; without a profile they are not chosen by speeds."""
     if config.reduction in ("fp32", "plain"):
         return config.reduction
     if config.nccl == "auto":
