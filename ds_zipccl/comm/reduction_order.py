@@ -207,6 +207,16 @@ def arithmetic(device: str, summed: Sum, group: dist.ProcessGroup | None, config
     return Sum(summed.op, summed.owned, reduction, tolerance, nodes if topology.levels(nodes) else ())
 
 
+def lossy_arithmetic(device: str, summed: Sum, group: dist.ProcessGroup | None) -> Sum:
+    """Return a sum with the arithmetic of values that a codec changes: in fp32, whatever the config says. In stream order it goes in two
+    levels where there are some: in one, contributions would enter another node as often as it has ranks."""
+    state, nodes = group_state(group), group_nodes(resolve_group(group))
+    assert state is not None  # a rank outside the group has no lossy call
+    levels = state.streams(device) and topology.levels(nodes) and topology.ascending(nodes)
+    reduction = Reduction("fp32", reduce_op_name(summed.op), state.size)
+    return Sum(summed.op, summed.owned, reduction, "lossy", nodes if levels else ())
+
+
 @functools.lru_cache
 def _exactness(kind: str, backend: str, op: str, ranks: int) -> tuple[Reduction, Tolerance]:
     if kind == "auto":

@@ -27,7 +27,7 @@ from ds_zipccl.comm.spans import length, within
 from ds_zipccl.comm.topology import Levels
 from ds_zipccl.frame import HEADER_BYTES
 from ds_zipccl.kernels.cuda.backend import Own
-from ds_zipccl.kernels.sums import settle_nans
+from ds_zipccl.kernels.sums import divide, settle_nans
 from ds_zipccl.policy import wire
 
 #: Rows of node sums, and shards of an all-reduce, begin at multiples of so many elements: kernels read 16 bytes at once.
@@ -63,13 +63,35 @@ class Part:
         for view, place in zip(self.views(), self._places(packed), strict=True):
             view.copy_(place)
 
+    def joined(self) -> torch.Tensor:
+        """Return the words as one flat tensor: a view of a single piece, otherwise a copy. Work of the current stream."""
+        views = self.views()
+        return views[0] if len(views) == 1 else torch.cat(views)
+
+    @contextmanager
+    def written(self) -> Iterator[torch.Tensor]:
+        """Give flat memory for new words, which are in their pieces afterwards. Work of the current stream."""
+        views = self.views()
+        out = views[0] if len(views) == 1 else tensors.empty(self.numel, views[0].dtype, views[0].device)
+        yield out
+        if len(views) > 1:
+            self.unpack(out)
+
     def _places(self, packed: torch.Tensor) -> Sequence[torch.Tensor]:
         places: Sequence[torch.Tensor] = packed[: self.numel].split([length(span) for _, span in self.pieces])
         return places
 
 
-def reduce_scatter(ctx: DeviceContext, levels: Levels, parts: Sequence[Part], out: Part, divisor: int = 1) -> None:
-    """Write the sum of the parts of this rank of all ranks, divided by ``divisor``, to ``out``. Puts the work on the streams.
+def reduce_scatter(
+    ctx: DeviceContext,
+    levels: Levels,
+    parts: Sequence[Part],
+    out: Part,
+    divisor: int = 1,
+    kind: Callable[..., Summing] | None = None,
+) -> None:
+    """Write the sum of the parts of this rank of all ranks, divided by ``divisor``, to ``out``. Puts the work on the streams. ``kind``:
+    what sums, None: :class:`Summing`.
 
     The host waits once, and once more for each further half of the budget that node sums take. ``parts[r]`` is the part of rank r; its
     number of elements is equal on all ranks. ``out`` may be the own part; otherwise it shares no memory with the parts.
@@ -77,7 +99,7 @@ def reduce_scatter(ctx: DeviceContext, levels: Levels, parts: Sequence[Part], ou
     longest = max(part.numel for part in parts)
     if not longest:
         return
-    summing = _Summing(ctx, levels, parts, out, divisor)
+    summing = (kind or Summing)(ctx, levels, parts, out, divisor)
     step = summing.step(longest)
     for begin in range(0, longest, step):
         summing.sum(begin, min(begin + step, longest))
@@ -191,7 +213,7 @@ def _joined(parts: Sequence[Part]) -> torch.Tensor | None:
     return source[first.start : parts[-1].pieces[0][1].stop] if follows else None
 
 
-class _Summing:
+class Summing:
     """One sum of parts. ``of_local_rank``: for each node, the part of the rank that has this rank's local rank there."""
 
     def __init__(self, ctx: DeviceContext, levels: Levels, parts: Sequence[Part], out: Part, divisor: int) -> None:
@@ -341,8 +363,7 @@ class _Summing:
         into = total if total.numel() else sums
         ctx.route.decode_sum_frames(matrix, ctx.config.block, self._dtype, into, status, Own(own, self._levels.node))
         if self._divisor > 1:
-            # by a tensor: torch multiplies by the inverse of a number, which has another rounding
-            into.div_(tensors.filled(1, self._divisor, torch.float32, ctx.device))
+            divide(into, self._divisor)
         if into is not sums:
             sums.copy_(into)
             settle_nans(sums)
