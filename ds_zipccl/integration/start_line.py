@@ -160,9 +160,9 @@ def _exact(device: str, config: ZipcclConfig, backend: str, group: Group) -> str
         return "there are no coded schedules for it yet"
     if backend in admission.STREAM_BACKENDS and config.nccl == "off":
         return '"nccl" is "off"'
-    if backend in admission.STREAM_BACKENDS and group.nodes == 1:
-        if all(config.mode_of(role) == "auto" for role in config.lossy_roles):
-            return "they stay inside one node"
+    inside = backend in admission.STREAM_BACKENDS and group.nodes == 1
+    if inside and all(config.mode_of(role) == "auto" for role in config.lossy_roles):
+        return "they stay inside one node"
     return admission.exact_because(torch.bfloat16, device, backend)
 
 

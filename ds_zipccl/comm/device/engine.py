@@ -114,7 +114,7 @@ def _flat_on_stream(ctx: DeviceContext, request: Request) -> tuple[list[torch.Te
 def _gather_list(ctx: DeviceContext, request: Request, inputs: Tensors, outputs: Tensors) -> None:
     (own,) = inputs
     if ctx.rounding is not None:
-        return lossy.gather(ctx, _all_of(own), [_all_of(place) for place in outputs])
+        return lossy.gather(ctx, Part.of(own), [Part.of(place) for place in outputs])
     with ctx.streams.on(Stage.DECODE):  # NCCL's gather of a list has a temporary too
         whole = tensors.empty(own.numel() * ctx.size, own.dtype, own.device)
         ctx.streams.order(Stage.DECODE, Stage.ENCODE)
@@ -127,7 +127,7 @@ def _gather_shards(ctx: DeviceContext, request: Request, inputs: Tensors, output
     shards = [Shard(own, whole, [own.numel()]) for own, whole in zip(inputs, outputs, strict=True)]
     if ctx.rounding is not None:
         for shard in shards:
-            lossy.gather(ctx, _all_of(shard.own), [_all_of(place) for place in equal_shards(shard.whole, ctx.size)])
+            lossy.gather(ctx, Part.of(shard.own), [Part.of(place) for place in equal_shards(shard.whole, ctx.size)])
     elif request.agreed:
         agreed.gather_parameters(ctx, inputs[0], outputs[0], request.agreed)
     elif isinstance(request.base, InPlaceBase) and ctx.with_base:
@@ -155,25 +155,20 @@ def _reduce_scatter(ctx: DeviceContext, request: Request, inputs: Tensors, outpu
 
 
 def _reduce_scatter_list(ctx: DeviceContext, request: Request, inputs: Tensors, outputs: Tensors) -> None:
-    _sum_parts(ctx, request, [_all_of(shard) for shard in inputs], outputs[0])
-
-
-def _all_of(flat: torch.Tensor) -> Part:
-    return Part((flat, slice(0, flat.numel())))
+    _sum_parts(ctx, request, [Part.of(shard) for shard in inputs], outputs[0])
 
 
 def _sum_parts(ctx: DeviceContext, request: Request, parts: Sequence[Part], out: torch.Tensor) -> None:
     levels = Levels.of(request.sum.nodes, ctx.rank, ctx.size)
-    sums.reduce_scatter(ctx, levels, parts, _all_of(out), request.sum.reduction.divisor, _kind(ctx))
+    _sums(ctx).reduce_scatter(ctx, levels, parts, Part.of(out), request.sum.reduction.divisor)
 
 
-def _kind(ctx: DeviceContext) -> type[sums.Summing]:
-    return sums.Summing if ctx.rounding is None else lossy.Summing
+def _sums(ctx: DeviceContext) -> Any:
+    return sums if ctx.rounding is None else lossy
 
 
 def _all_reduce(ctx: DeviceContext, request: Request, inputs: Tensors, outputs: Tensors) -> None:
-    all_reduce = sums.all_reduce if ctx.rounding is None else lossy.all_reduce
-    all_reduce(ctx, Levels.of(request.sum.nodes, ctx.rank, ctx.size), outputs, request.sum.reduction.divisor)
+    _sums(ctx).all_reduce(ctx, Levels.of(request.sum.nodes, ctx.rank, ctx.size), outputs, request.sum.reduction.divisor)
 
 
 def _to_owners(ctx: DeviceContext, request: Request, inputs: Tensors, outputs: Tensors) -> None:
@@ -185,11 +180,9 @@ def _to_owners(ctx: DeviceContext, request: Request, inputs: Tensors, outputs: T
     levels = Levels.of(summed.nodes, ctx.rank, ctx.size)
     owned = [sum(parts[rank].numel for rank in ranks) for ranks in levels.nodes]
     if summed.owned.disjoint and wire.straight_to_owners(owned, whole.numel()):
-        sums.reduce_scatter(ctx, levels, parts, parts[ctx.rank], summed.reduction.divisor, _kind(ctx))
-    elif ctx.rounding is not None:
-        lossy.all_reduce(ctx, levels, [whole], summed.reduction.divisor, exact_sums=True)
+        _sums(ctx).reduce_scatter(ctx, levels, parts, parts[ctx.rank], summed.reduction.divisor)
     else:
-        sums.all_reduce(ctx, levels, [whole], summed.reduction.divisor)
+        _sums(ctx).all_by_shards(ctx, levels, [whole], summed.reduction.divisor)
 
 
 #: Operation -> its function.

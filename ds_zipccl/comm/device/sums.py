@@ -41,6 +41,11 @@ class Part:
         self.pieces = [(source, span) for source, span in pieces if length(span)]
         self.numel = sum(length(span) for _, span in self.pieces)
 
+    @classmethod
+    def of(cls, flat: torch.Tensor) -> Part:
+        """Return all words of a flat tensor."""
+        return cls((flat, slice(0, flat.numel())))
+
     def cut(self, begin: int, end: int) -> Part:
         """Return elements ``begin`` to ``end``, as far as there are any."""
         found, before = [], 0
@@ -63,19 +68,17 @@ class Part:
         for view, place in zip(self.views(), self._places(packed), strict=True):
             view.copy_(place)
 
-    def joined(self) -> torch.Tensor:
-        """Return the words as one flat tensor: a view of a single piece, otherwise a copy. Work of the current stream."""
-        views = self.views()
-        return views[0] if len(views) == 1 else torch.cat(views)
-
     @contextmanager
-    def written(self) -> Iterator[torch.Tensor]:
-        """Give flat memory for new words, which are in their pieces afterwards. Work of the current stream."""
+    def written(self, room: torch.Tensor | None = None) -> Iterator[torch.Tensor]:
+        """Give flat memory for new words, which are in their pieces afterwards: a single piece, or ``room``, or new memory. Work of the
+        current stream."""
         views = self.views()
-        out = views[0] if len(views) == 1 else tensors.empty(self.numel, views[0].dtype, views[0].device)
+        if len(views) == 1:
+            yield views[0]
+            return
+        out = tensors.empty(self.numel, views[0].dtype, views[0].device) if room is None else room
         yield out
-        if len(views) > 1:
-            self.unpack(out)
+        self.unpack(out)
 
     def _places(self, packed: torch.Tensor) -> Sequence[torch.Tensor]:
         places: Sequence[torch.Tensor] = packed[: self.numel].split([length(span) for _, span in self.pieces])
@@ -83,12 +86,7 @@ class Part:
 
 
 def reduce_scatter(
-    ctx: DeviceContext,
-    levels: Levels,
-    parts: Sequence[Part],
-    out: Part,
-    divisor: int = 1,
-    kind: Callable[..., Summing] | None = None,
+    ctx: DeviceContext, levels: Levels, parts: Sequence[Part], out: Part, divisor: int = 1, *, kind: Any = None
 ) -> None:
     """Write the sum of the parts of this rank of all ranks, divided by ``divisor``, to ``out``. Puts the work on the streams. ``kind``:
     what sums, None: :class:`Summing`.
@@ -141,6 +139,10 @@ def all_reduce(ctx: DeviceContext, levels: Levels, whole: Sequence[torch.Tensor]
     with streams.on(Stage.DECODE):
         for flat, sums in zip(left, of_all[count * (ranks - 1) :].split([len(flat) for flat in left]), strict=True):
             flat.copy_(sums)
+
+
+#: For sums with owners: sums travel exactly.
+all_by_shards = all_reduce
 
 
 def plain_to_owners(ctx: DeviceContext, parts: Sequence[Part], op: Any) -> None:
@@ -358,17 +360,15 @@ class Summing:
         """Add the rows of a matrix, with the own words in the row of this node, and write the sum to ``place``. Work of the current
         stream."""
         ctx, status = self._ctx, self._ctx.reports.word(self._ctx.where())
-        single = len(place.pieces) == 1
-        sums = place.views()[0] if single else own
-        into = total if total.numel() else sums
-        ctx.route.decode_sum_frames(matrix, ctx.config.block, self._dtype, into, status, Own(own, self._levels.node))
-        if self._divisor > 1:
-            divide(into, self._divisor)
-        if into is not sums:
-            sums.copy_(into)
-            settle_nans(sums)
-        if not single:
-            place.unpack(sums)
+        words = Own(own, self._levels.node)
+        with place.written(own) as sums:
+            into = total if total.numel() else sums
+            ctx.route.decode_sum_frames(matrix, ctx.config.block, self._dtype, into, status, words)
+            if self._divisor > 1:
+                divide(into, self._divisor)
+            if into is not sums:
+                sums.copy_(into)
+                settle_nans(sums)
 
 
 def _exchange(

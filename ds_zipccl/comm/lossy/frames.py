@@ -27,6 +27,8 @@ from ds_zipccl.telemetry import counters
 SAMPLED = 16
 #: The largest float32. A Hadamard transform of a group sums all its values; a group whose sums overflow stays as it is.
 _LARGEST = torch.finfo(torch.float32).max
+#: Returns memory for so many bytes, uint8.
+Take = Callable[[int], torch.Tensor]
 #: Formats of frames that hold values as they are.
 _LOSSLESS = (CodecId.RAW, CodecId.EXPONENT)
 
@@ -52,15 +54,10 @@ class LossyFrames:
         return kernels.preferred(self._named, flat.device.type)
 
     def compress(
-        self,
-        flat: torch.Tensor,
-        codec: str,
-        block: int,
-        take: Callable[[int], torch.Tensor],
-        own_place: torch.Tensor | None = None,
+        self, flat: torch.Tensor, codec: str, block: int, take: Take, own_place: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Return a frame of ``flat``, raw if ``codec`` of the operation is. ``take`` returns memory for so many bytes, uint8. The values
-        that the frame decodes to are written to ``own_place``, which may be ``flat``."""
+        """Return a frame of ``flat``, in memory of ``take``, raw if ``codec`` of the operation is. The values that the frame decodes to
+        are written to ``own_place``, which may be ``flat``."""
         frame = self._raw(flat, take) if codec == "raw" else self._coded(flat, block, take)
         numel, dtype, device = flat.numel(), flat.dtype, flat.device
         self._count(
@@ -99,7 +96,7 @@ class LossyFrames:
         out = buffers.empty(flat.numel(), flat.dtype, flat.device)
         return project(flat, self._codec, out=out, route=self._route(flat))
 
-    def _coded(self, flat: torch.Tensor, block: int, take: Callable[[int], torch.Tensor]) -> torch.Tensor:
+    def _coded(self, flat: torch.Tensor, block: int, take: Take) -> torch.Tensor:
         frame = compress(
             flat,
             self._codec,
@@ -125,7 +122,7 @@ class LossyFrames:
             return "overflow"
         return "smaller"
 
-    def _raw(self, flat: torch.Tensor, take: Callable[[int], torch.Tensor]) -> torch.Tensor:
+    def _raw(self, flat: torch.Tensor, take: Take) -> torch.Tensor:
         frame = take(HEADER_BYTES + flat.nbytes)
         project(flat, self._codec, out=frame[HEADER_BYTES:].view(flat.dtype), route=self._route(flat))
         return write_header(Header(CodecId.RAW, flat.dtype, flat.numel(), frame.numel()), frame)
