@@ -212,8 +212,7 @@ def arithmetic(
     device: str, summed: Sum, group: dist.ProcessGroup | None, config: ZipcclConfig, role: str, lossy: bool = False
 ) -> Sum:
     """Return a sum with the arithmetic that the config asks for. It depends on the group, its nodes and the config, never on a time or a
-    value. A ``lossy`` sum is in fp32, whatever the config says; in stream order in two levels where there are some, as in one level
-    contributions would enter another node as often as it has ranks.
+    value. A ``lossy`` sum is in fp32, whatever the config says; in stream order in two levels, where there are some.
 
     Raises:
         ConfigError: ``reduction`` is match on a group of more than two ranks in stream order, and its messages of ``role`` are coded.

@@ -134,8 +134,8 @@ def lossy_line(
     named = [role for role in ROLES if role in config.lossy_roles]
     roles = "; ".join(config.lossy_roles[role].describe(role) for role in named)
     exact = [f"some calls of {role}, as {unhooked[role]}" for role in named if role in unhooked]
+    hosts = [role for role in named if role == "pp" or isinstance(config.lossy_roles[role].codec, PowerSgd)]
     if device not in admission.HOST_DEVICES:
-        hosts = [role for role in named if role == "pp" or isinstance(config.lossy_roles[role].codec, PowerSgd)]
         exact += [f"{device} tensors of {role}, as sends and PowerSGD are lossy on CPUs alone" for role in hosts]
     found = _backends(groups, device, partial(_exact, device, config))
     exact += [f"{device} tensors over {name}, as {why}" for name, why in found if why]

@@ -219,8 +219,7 @@ def reason_to_pass(
 
 
 def lossy_passes(role: str, config: ZipcclConfig, group: dist.ProcessGroup, *, moves: bool) -> PassReason | None:
-    """Return why a call that a lossy codec may change passes now, None if it is coded: equal on all ranks, and never by a time, which must
-    not decide values. As our sums, those of a role that is lossy need no comparison with plain ones, which have other values."""
+    """Return why a call that a lossy codec may change passes now, None if it is coded: never by a time, which must not decide values."""
     if config.mode_of(role) == "auto" and len(group_nodes(group)) == 1:
         return PassReason.INSIDE_NODE
     first = _of_job().first

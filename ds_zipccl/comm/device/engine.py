@@ -69,8 +69,7 @@ def start(request: Request, decision: Decision, timer: CallTimer | None = None) 
     with torch.inference_mode(), tensors.undisturbed():
         ctx = DeviceContext(*request.call(decision.codec), with_base=decision.with_base)
         ctx.kind = request.options.kind
-        if decision.lossy is not None:
-            ctx.rounding = LossyFrames(ctx, decision.lossy)
+        ctx.rounding = None if decision.lossy is None else LossyFrames(ctx, decision.lossy)
         inputs, outputs = _flat_on_stream(ctx, request)
         try:
             COLLECTIVES[request.op](ctx, request, inputs, outputs)

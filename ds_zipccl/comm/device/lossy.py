@@ -63,18 +63,13 @@ class _Frames:
         with self._ctx.refusing(peer):
             decompress_add(self.arrived[peer], total.data, dtype=dtype, route=self._route)
 
-    def add(self, words: torch.Tensor, total: torch.Tensor) -> None:
-        """Add flat words to flat ``total``."""
-        plain_sums.add(words, total)
+    add = staticmethod(plain_sums.add)
 
     @contextmanager
     def swapped(self, leaving: Mapping[int, torch.Tensor], coming: Mapping[int, int]) -> Iterator[None]:
         """Send flat words to group ranks; the body reads the frames that arrive on the decoding stream. ``coming``: elements from each
-        group rank, this one left out. Without words there is no frame. All ranks of the group call.
-
-        Raises:
-            CommError: a rank announces a size that no frame has, on this rank.
-        """
+        group rank, this one left out. Without words there is no frame. All ranks of the group call. Raises CommError, on this rank, where
+        one announces a size that no frame has."""
         ctx, dtype, streams = self._ctx, next(iter(leaving.values())).dtype, self._ctx.streams
         rooms = [self.room(numel, dtype) for numel in (*map(len, leaving.values()), *coming.values())]
         with streams.staging(sum(rooms), ctx.budget) as staging:
@@ -168,11 +163,7 @@ def exchange(
     ctx: DeviceContext, sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor], *, even: bool
 ) -> None:
     """Exchange flat tensors; ``sources[r]`` goes to rank r, ``targets[r]`` comes from rank r. ``even``: all have one size. A rank that
-    sends less than ``min_bytes`` sends its words exactly.
-
-    Raises:
-        CommError: as :meth:`_Frames.swapped`; or a frame was refused, on this rank.
-    """
+    sends less than ``min_bytes`` sends its words exactly. Raises CommError, on this rank, where a frame is refused."""
     sources = exact_exchange.apart(ctx, sources, targets)
     peers = [peer for peer in range(ctx.size) if peer != ctx.rank]
     frames = _Frames(ctx, admission.is_small(sum(one.nbytes for one in sources), ctx.config))

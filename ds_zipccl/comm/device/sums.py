@@ -70,8 +70,7 @@ class Part:
 
     @contextmanager
     def written(self, room: torch.Tensor | None = None) -> Iterator[torch.Tensor]:
-        """Give flat memory for new words, which are in their pieces afterwards: a single piece, or ``room``, or new memory. Work of the
-        current stream."""
+        """Give flat memory for new words, which are in their pieces afterwards. Work of the current stream. ``room``: for several."""
         views = self.views()
         if len(views) == 1:
             yield views[0]
