@@ -165,12 +165,13 @@ def keep_apart(outputs: Sequence[Span], inputs: Sequence[Span]) -> None:
 def write_header(header: Header, buffer: torch.Tensor) -> torch.Tensor:
     """Write ``header`` to the start of ``buffer`` (1-D uint8), which holds the payload already; return the frame, a view of ``buffer``.
 
-    From CUDA, the header goes by way of the host, with a checksum the whole frame does; that waits for the device.
+    On CUDA, the header comes from the host; with a checksum the whole frame goes there first. The host waits for the device.
     """
     if buffer.device.type == "cpu":
         framing.pack(header, buffer)
     else:
-        host = buffer[: header.payload_at if header.checksum is None else header.frame_bytes].cpu()
+        bare = header.checksum is None
+        host = tensors.empty(header.payload_at, torch.uint8) if bare else buffer[: header.frame_bytes].cpu()
         framing.pack(header, host)
         buffer[: header.payload_at].copy_(host[: header.payload_at])
     return buffer[: header.frame_bytes]

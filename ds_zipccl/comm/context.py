@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -17,6 +17,7 @@ from ds_zipccl.comm.transport import TRANSPORTS, staging
 from ds_zipccl.comm.transport.protocol import TAGS_PER_COLLECTIVE
 from ds_zipccl.comm.work import CommError
 from ds_zipccl.config import ZipcclConfig
+from ds_zipccl.frame import FrameError
 from ds_zipccl.policy import wire
 
 #: Bytes of a text for the other ranks (admission: the beginning tells enough).
@@ -35,7 +36,8 @@ def unpacked(part: torch.Tensor) -> str:
 
 class Call:
     """One operation of this rank, for messages and counters. ``rank`` and ``size`` are those of the group; ``kind``: of an expert
-    exchange. ``logical_bytes`` and ``wire_bytes`` count the frames sent."""
+    exchange. ``logical_bytes`` and ``wire_bytes`` count the frames sent. ``rounding``: makes the frames whose values may change, None where
+    none do."""
 
     def __init__(self, op: str, group: dist.ProcessGroup, config: ZipcclConfig, role: str) -> None:
         state = group_state(group)
@@ -43,6 +45,7 @@ class Call:
         self.op, self.group, self.config, self.role, self.state = op, group, config, role, state
         self.rank, self.size = state.rank, state.size
         self.kind = ""
+        self.rounding: Any = None  # of a class above this module
         self.logical_bytes = self.wire_bytes = 0
 
     def count(self, logical_bytes: int, wire_bytes: int) -> None:
@@ -55,6 +58,22 @@ class Call:
         name = getattr(self.group, "group_name", "?")
         return f"{self.op} (group {name!r} of {self.size} ranks, role {self.role}, global rank {dist.get_rank()})"
 
+    def global_rank(self, peer: int) -> int:
+        """Return the global rank of ``peer``, a rank of this group."""
+        return dist.get_global_rank(self.group, peer)
+
+    @contextmanager
+    def refusing(self, peer: int) -> Iterator[None]:
+        """Turn FrameError into CommError, which names the sender ``peer``, a rank of this group."""
+        try:
+            yield
+        except FrameError as error:
+            raise self.refusal(peer, error) from error
+
+    def refusal(self, peer: int, error: FrameError) -> CommError:
+        """Return the error of a frame that ``peer`` has sent."""
+        return self.error(f"frame from global rank {self.global_rank(peer)} refused: {error}")
+
     def error(self, problem: str) -> CommError:
         """Return an error with the operation, the group, this rank and the problem."""
         return CommError(f"{self.where()}: {problem}")
@@ -66,8 +85,8 @@ class OpContext(Call):
     ``rank``, ``peers`` and all ranks in schedules are group ranks. ``peers`` is the order of receives, nearest lower rank first; gloo's
     ring adds in the same order. ``nodes``: the ranks by node where the schedule goes by node. ``codec``: the codec of frames without a
     base. ``with_base``: frames may be differences. ``staging``: makes and reads the frames of tensors on a device whose memory the
-    transport does not take. ``rounding``: makes the frames whose values may change. ``repeats``: the segments of the operation that are
-    kept, or may repeat kept ones. Each is None where there is none.
+    transport does not take. ``repeats``: the segments of the operation that are kept, or may repeat kept ones. Each is None where there is
+    none.
 
     Args:
         tag: first tag; the group's next tags if None.
@@ -93,8 +112,7 @@ class OpContext(Call):
         super().__init__(op, group, config, role)
         state = self.state
         self.codec, self.device, self.with_base, self.nodes = codec, device.type, with_base, nodes
-        self.rounding: Any = None  # as :attr:`repeats`, of a class above this module
-        self.repeats: Any = None
+        self.repeats: Any = None  # of a class above this module
         self.peers = [(self.rank - step) % self.size for step in range(1, self.size)]
         self.transport = TRANSPORTS[state.backend(self.device)](group)  # admission lets no other backend through
         staged = self.transport.host_only and device.type in staging.STAGED
@@ -151,10 +169,6 @@ class OpContext(Call):
             return False
         with self.naming("asking which ranks have kernels of row frames"):
             return not any(self._row_kernels.all().values())
-
-    def global_rank(self, peer: int) -> int:
-        """Return the global rank of ``peer``, a rank of this group."""
-        return dist.get_global_rank(self.group, peer)
 
     def naming(self, doing: str, peer: int | None = None) -> _Naming:
         """Add the operation, the action ``doing`` and ``peer``, a group rank, to errors of the transport. ``peer`` is None where the

@@ -46,6 +46,26 @@ class Contributions(Protocol):
         """Add ``taken``, a result of :meth:`take` or a part of one, to ``sums`` of the same dtype."""
 
 
+class Received:
+    """:class:`Contributions`: ``own``, the contribution of ``rank``, and the frames of its peers, of which ``exchange`` has the words."""
+
+    def __init__(self, rank: int, exchange: Any, own: torch.Tensor) -> None:
+        self._exchange, self.rank, self.own = exchange, rank, own
+
+    def take(self, rank: int, into: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.own if rank == self.rank else self._exchange.recv(rank, into)
+        return found
+
+    def add(self, rank: int, sums: torch.Tensor) -> None:
+        if rank == self.rank:
+            self._exchange.add(self.own, sums)
+        else:
+            self._exchange.recv_add(rank, self.own.dtype, sums)
+
+    def add_taken(self, taken: torch.Tensor, sums: torch.Tensor) -> None:
+        self._exchange.add(taken, sums)
+
+
 class Reduction:
     """SUM or AVG over ``ranks`` contributions. ``kind`` is "match", "fp32" or "plain": the backend's own sum, which nothing here adds."""
 
@@ -188,9 +208,11 @@ class Sum(NamedTuple):
 NO_SUM = Sum()
 
 
-def arithmetic(device: str, summed: Sum, group: dist.ProcessGroup | None, config: ZipcclConfig, role: str) -> Sum:
+def arithmetic(
+    device: str, summed: Sum, group: dist.ProcessGroup | None, config: ZipcclConfig, role: str, lossy: bool = False
+) -> Sum:
     """Return a sum with the arithmetic that the config asks for. It depends on the group, its nodes and the config, never on a time or a
-    value.
+    value. A ``lossy`` sum is in fp32, whatever the config says; in stream order in two levels, where there are some.
 
     Raises:
         ConfigError: ``reduction`` is match on a group of more than two ranks in stream order, and its messages of ``role`` are coded.
@@ -198,13 +220,17 @@ def arithmetic(device: str, summed: Sum, group: dist.ProcessGroup | None, config
     state = group_state(group)
     if state is None:
         return summed  # never used
-    op = reduce_op_name(summed.op)
+    op, nodes = reduce_op_name(summed.op), group_nodes(resolve_group(group))
+    if lossy:
+        levels = state.streams(device) and topology.levels(nodes) and topology.ascending(nodes)
+        return Sum(summed.op, summed.owned, Reduction("fp32", op, state.size), "lossy", nodes if levels else ())
     if state.streams(device):
-        found = _in_stream_order(state, op, group_nodes(resolve_group(group)), config, role)
+        found = _in_stream_order(state, op, nodes, config, role)
         return Sum(summed.op, summed.owned, *found)
     reduction, tolerance = _exactness(config.reduction, state.backend(device), op, state.size)
-    nodes = group_nodes(resolve_group(group)) if reduction.fp32 else ()
-    return Sum(summed.op, summed.owned, reduction, tolerance, nodes if topology.levels(nodes) else ())
+    return Sum(
+        summed.op, summed.owned, reduction, tolerance, nodes if reduction.fp32 and topology.levels(nodes) else ()
+    )
 
 
 @functools.lru_cache

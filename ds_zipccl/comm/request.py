@@ -16,7 +16,7 @@ from ds_zipccl.comm.context import Call
 from ds_zipccl.comm.group_state import group_size, group_state, group_streams, resolve_group
 from ds_zipccl.comm.lossy.factors import Factored, Factoring
 from ds_zipccl.comm.lossy.frames import LossyFrames
-from ds_zipccl.comm.reduction_order import NO_SUM, Reduction, Sum, arithmetic, reduce_op_name
+from ds_zipccl.comm.reduction_order import NO_SUM, Sum, arithmetic
 from ds_zipccl.comm.shadow_check import AnyShadow, LossyShadow, Plain, Shadow
 from ds_zipccl.config import DEFAULT, ZipcclConfig
 from ds_zipccl.lossy import LossyCodec
@@ -137,12 +137,9 @@ class Request:
                     f"{self.op}: got lossy={lossy} with a base or agreed sizes, which are for parameters and exact; leave one of them out"
                 )
             self.options = self.options._replace(lossy=lossy)
-        if self.sum.op is not None and lossy is not None:  # in fp32 and in one level, whatever the config says
-            reduction = Reduction("fp32", reduce_op_name(self.sum.op), group_size(self.group))
-            self.sum = Sum(self.sum.op, self.sum.owned, reduction, "lossy")
-        elif self.sum.op is not None:
-            device = "" if tensor is None else tensor.device.type
-            self.sum = arithmetic(device, self.sum, self.group, self.options.config, self.options.role)
+        if self.sum.op is not None:
+            device, told = "" if tensor is None else tensor.device.type, self.options
+            self.sum = arithmetic(device, self.sum, self.group, told.config, told.role, lossy is not None)
 
     def call(self, codec: str) -> tuple[str, dist.ProcessGroup, ZipcclConfig, str, str, torch.device]:
         """Return the arguments that contexts of all kinds have."""

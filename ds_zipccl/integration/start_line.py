@@ -19,6 +19,7 @@ from ds_zipccl.comm import topology
 from ds_zipccl.comm.engine import Settled
 from ds_zipccl.comm.group_state import group_nodes, group_state
 from ds_zipccl.config import DEFAULT, ROLES, ZipcclConfig
+from ds_zipccl.lossy import PowerSgd
 from ds_zipccl.ops import OPS
 from ds_zipccl.policy import admission
 from ds_zipccl.policy.cost_model import LinkProfile
@@ -133,6 +134,9 @@ def lossy_line(
     named = [role for role in ROLES if role in config.lossy_roles]
     roles = "; ".join(config.lossy_roles[role].describe(role) for role in named)
     exact = [f"some calls of {role}, as {unhooked[role]}" for role in named if role in unhooked]
+    hosts = [role for role in named if role == "pp" or isinstance(config.lossy_roles[role].codec, PowerSgd)]
+    if device not in admission.HOST_DEVICES:
+        exact += [f"{device} tensors of {role}, as sends and PowerSGD are lossy on CPUs alone" for role in hosts]
     found = _backends(groups, device, partial(_exact, device, config))
     exact += [f"{device} tensors over {name}, as {why}" for name, why in found if why]
     exact += [] if found else ["all of them, as this job has one rank"]
@@ -156,6 +160,9 @@ def _exact(device: str, config: ZipcclConfig, backend: str, group: Group) -> str
         return "there are no coded schedules for it yet"
     if backend in admission.STREAM_BACKENDS and config.nccl == "off":
         return '"nccl" is "off"'
+    inside = backend in admission.STREAM_BACKENDS and group.nodes == 1
+    if inside and all(config.mode_of(role) == "auto" for role in config.lossy_roles):
+        return "they stay inside one node"
     return admission.exact_because(torch.bfloat16, device, backend)
 
 

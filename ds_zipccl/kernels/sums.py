@@ -8,6 +8,8 @@ from contextlib import contextmanager
 
 import torch
 
+from ds_zipccl import tensors
+
 _LEAST = math.ulp(0.0)
 #: Elements that torch adds in the calling thread (admission: its pool takes over at 32768). Each thread has a switch that flushes
 #: denormals; a thread of torch's pool keeps the switch of its start.
@@ -41,8 +43,10 @@ def add(values: torch.Tensor, sums: torch.Tensor) -> None:
 
 def divide(sums: torch.Tensor, count: int) -> None:
     """Divide flat ``sums`` by ``count``; each quotient is rounded to their dtype."""
+    # on a device by a tensor: torch multiplies by the inverse of a number there, which has another rounding
+    by = count if sums.device.type == "cpu" else tensors.filled(1, count, sums.dtype, sums.device)
     for part in _serially(sums):
-        part.div_(count)
+        part.div_(by)
 
 
 def settle_nans(sums: torch.Tensor) -> None:

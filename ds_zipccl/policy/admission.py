@@ -304,7 +304,7 @@ def exact_because(dtype: torch.dtype, device: str, backend: str) -> str:
     """Return the reason why a call that names a lossy codec goes exact, as a call without one; "" where the codec applies."""
     if dtype not in CODED_DTYPES:
         return f"dtype {str(dtype).removeprefix('torch.')} is never lossy"
-    if device not in HOST_DEVICES or backend in STREAM_BACKENDS:
+    if device not in HOST_DEVICES and backend not in STREAM_BACKENDS:
         return f"no lossy kernels on {device}"
     return ""
 

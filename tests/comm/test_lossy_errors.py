@@ -26,7 +26,6 @@ from ds_zipccl.codecs import lowrank, project
 from ds_zipccl.comm import reduction_order
 from ds_zipccl.comm.group_state import GroupState
 from ds_zipccl.comm.host import frames as host_frames
-from ds_zipccl.comm.host import pipeline
 from ds_zipccl.comm.lossy import frames, low_rank_sum
 from ds_zipccl.comm.lossy.low_rank_sum import Matrix
 from ds_zipccl.comm.request import Request
@@ -163,12 +162,12 @@ def exact_owner() -> None:
 
 def own_part_too() -> None:
     """The owner rounds its own part too."""
-    make = pipeline.Received.__init__
+    make = reduction_order.Received.__init__
 
     def rounded(self: Any, rank: int, exchange: Any, own: torch.Tensor) -> None:
         make(self, rank, exchange, project(own, Round(3)))
 
-    pipeline.Received.__init__ = rounded  # type: ignore[method-assign]
+    reduction_order.Received.__init__ = rounded  # type: ignore[method-assign]
 
 
 def requantised_ring() -> None:

@@ -207,7 +207,7 @@ def test_a_frame_names_why_it_is_exact(codec: LossyCodec, why: str) -> None:
     words[200] *= 3
     state = SimpleNamespace(of=lambda kind: defaultdict(lambda: count(1)))
     context: Any = SimpleNamespace(role="tp", op="all_reduce", state=state, config=CODED)
-    LossyFrames(context, codec).compress(words[:4] if why == "smaller" else words, "cascade", 512, PooledBuffers())
+    LossyFrames(context, codec).compress(words[:4] if why == "smaller" else words, "cascade", 512, PooledBuffers().take)
     (found,) = counters.lossy()
     assert (found["frames"], found["exact"]) == (1, {why.removesuffix(" either"): 1} if why else {})
 
@@ -223,7 +223,7 @@ def test_a_frame_names_why_it_is_exact(codec: LossyCodec, why: str) -> None:
 def test_a_message_that_stays_exact_counts_among_those_of_its_line(
     lossy: Any, text: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    state = SimpleNamespace(backend=lambda device: "nccl")
+    state = SimpleNamespace(backend=lambda device: "gloo")
     monkeypatch.setattr(request, "group_state", lambda group: state)
     words: Any = SimpleNamespace(dtype=torch.bfloat16, device=torch.device("cuda"))
     assert not request.may_change(lossy, words, None, "all_reduce", "tp")

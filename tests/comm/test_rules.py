@@ -445,7 +445,7 @@ def cut_sum(topology: Topology, numel: int, budget: int, least: int) -> tuple[in
     parts = [sums.Part((whole, slice(rank * numel, (rank + 1) * numel))) for rank in range(ranks)]
     of_nodes = [range(node * each, (node + 1) * each) for node in range(nodes)]
     ctx: Any = SimpleNamespace(size=ranks, budget=budget, cut=SimpleNamespace(sum=least), codec="raw")
-    summing: Any = sums._Summing(ctx, Levels(of_nodes, 0, 0), parts, parts[0], 1)
+    summing: Any = sums.Summing(ctx, Levels(of_nodes, 0, 0), parts, parts[0], 1)
     cut: list[int] = []
     summing._node_sums = lambda begin, end: nullcontext([whole[: end - begin]] * nodes)
     summing._fragment = lambda words, sizes, place: cut.append(len(words[0]))

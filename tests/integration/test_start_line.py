@@ -183,7 +183,9 @@ EXACT: dict[str, tuple[dict[str, str], str, list[Group], dict[str, str], str]] =
                       'cuda tensors over nccl, as "nccl" is "off"; cuda tensors over gloo, as no lossy kernels on cuda'),
     "MPI": ({}, "cpu", [Group(2, {"cpu": "mpi"})], {}, "cpu tensors over mpi, as there are no coded schedules for it yet"),
     "no backend": ({}, "xpu", [Group(2, {})], {}, "xpu tensors over no backend, as there are no coded schedules for it yet"),
-    "nccl on": ({"nccl": "on"}, "cuda", [Group(2, NCCL)], {}, "cuda tensors over nccl, as no lossy kernels on cuda"),
+    "nccl on": ({"nccl": "on"}, "cuda", [Group(2, NCCL)], {}, ""),
+    "nccl auto": ({}, "cuda", [Group(2, NCCL, nodes=2), Group(2, NCCL, nodes=1)], {},
+                  "cuda tensors over nccl, as they stay inside one node"),
     "no hint": ({}, "cpu", [Group(2, GLOO)], UNHOOKED, NO_HINT),
     "no hint, one rank": ({}, "cpu", [Group(1, GLOO)], UNHOOKED, f"{NO_HINT}; all of them, as this job has one rank"),
 }  # fmt: skip
@@ -194,6 +196,15 @@ def test_lossy_roles(case: str) -> None:
     changes, device, groups, unhooked, exact = EXACT[case]
     said = lines.lossy_line(groups, device, replace(LOSSY, **changes), unhooked)  # type: ignore[arg-type]
     assert said == BY_CONFIG + (f"; bit-exact all the same: {exact}" if exact else "")
+
+
+def test_what_no_gpu_has_a_lossy_schedule_for_is_told() -> None:
+    roles = {"pp": {"codec": "round"}, "zero_grad": {"codec": "powersgd"}, "tp": {"codec": "round"}}
+    config, groups = replace(LOSSY, roles=roles, nccl="on"), [Group(2, BOTH)]
+    why = "as sends and PowerSGD are lossy on CPUs alone"
+    exact = f"; bit-exact all the same: cuda tensors of zero_grad, {why}; cuda tensors of pp, {why}"
+    assert lines.lossy_line(groups, "cuda", config).endswith(exact)
+    assert "exact all" not in lines.lossy_line(groups, "cpu", config)
 
 
 def test_the_master_switch_alone_is_told() -> None:

@@ -432,7 +432,7 @@ MISTAKES: dict[str, plants.Plant] = {
     "decode -> encode": plants.without_order(Stage.DECODE, Stage.ENCODE),
     "caller": plants.no_begin,
     "agreement": plants.unread_agreement,
-    "in place": lambda patch: patch.setattr(on_device, "_apart", lambda ctx, sources, targets: sources),
+    "in place": lambda patch: patch.setattr(on_device, "apart", lambda ctx, sources, targets: sources),
     "plain on one rank": lambda patch: patch.setattr(wire, "shrinks", lambda *sizes: mine().rank == 0),
 }
 

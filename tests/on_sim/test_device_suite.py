@@ -108,7 +108,8 @@ TWICE = {
 #: File, and function or "" for all of them -> why no random program comes to its orders.
 UNDRAWN = {
     ("calibration", ""): "of speeds, whose words nothing reads",
-    ("exchange", "_apart"): "for exchanges in place: test_device_exchange.py",
+    ("exchange", "apart"): "for exchanges in place: test_device_exchange.py",
+    ("lossy", ""): "for values that a codec changes: test_device_lossy.py",
     ("first_steps", "compare"): "of calls that pass in programs without steps: test_first_steps.py",
     ("gather", "gather_in_place"): "for differences from a gather that nobody has waited for, which no program makes",
     ("sums", "plain_to_owners"): "sums of the backend have no order of their own to compare with: test_device_sums.py",

@@ -229,7 +229,7 @@ def test_plain_sums_for_owners(route: CudaBackend, ranks: int, monkeypatch: pyte
 def other_rows(turn: Callable[[int, torch.Tensor, torch.Tensor], None], own_at: int | None = None) -> plants.Plant:
     """``turn`` gets the number of the node, the rows that are added, and a copy to change, which is added instead; own words count as being
     in row ``own_at``, if it is given."""
-    add = device_sums._Summing._add
+    add = device_sums.Summing._add
 
     def wrong(self: Any, matrix: torch.Tensor, own: torch.Tensor, place: Any, total: torch.Tensor) -> None:
         turned = matrix.clone()
@@ -237,7 +237,7 @@ def other_rows(turn: Callable[[int, torch.Tensor, torch.Tensor], None], own_at: 
         add(self, turned, own, place, total)
 
     def plant(monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(device_sums._Summing, "_add", wrong)
+        monkeypatch.setattr(device_sums.Summing, "_add", wrong)
         if own_at is not None:
             monkeypatch.setattr(device_sums, "Own", lambda words, at: Own(words, own_at))
 

@@ -31,16 +31,17 @@ def pretend(nodes: Nodes) -> None:
 
 def in_two_levels(contributions: Sequence[torch.Tensor], nodes: Nodes, average: bool = False) -> torch.Tensor:
     """The documented order: node by node in fp32 in rank order, rounded once; then the nodes in fp32 in their order, rounded once."""
-    sums = [_in_order([contributions[rank] for rank in ranks], 1) for ranks in nodes]
-    return _in_order(sums, len(contributions) if average else 1)
+    sums = [in_order([contributions[rank] for rank in ranks], 1) for ranks in nodes]
+    return in_order(sums, len(contributions) if average else 1)
 
 
 def in_one_level(contributions: Sequence[torch.Tensor], average: bool = False) -> torch.Tensor:
     """In fp32 in rank order, rounded once."""
-    return _in_order(contributions, len(contributions) if average else 1)
+    return in_order(contributions, len(contributions) if average else 1)
 
 
-def _in_order(summands: Sequence[torch.Tensor], divisor: int) -> torch.Tensor:
+def in_order(summands: Sequence[torch.Tensor], divisor: int) -> torch.Tensor:
+    """In fp32 in their order, divided, rounded once."""
     total = summands[0].float()
     for summand in summands[1:]:
         total = total + summand.float()

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import corpus
+import levels
 import moves
 import sums
 import torch
@@ -55,7 +56,8 @@ def same(got: torch.Tensor, wanted: torch.Tensor) -> None:
 
 @dataclass(frozen=True)
 class Call:
-    """A call of one rank: the collectives with a codec bound, what each rank gives, and the codec of the definition."""
+    """A call of one rank: the collectives with a codec bound, what each rank gives, and the codec of the definition. ``nodes``: where sums
+    go in two levels, so that the sums of nodes are rounded. ``device``: of the tensors of the call."""
 
     api: Any
     everyone: Sequence[torch.Tensor]
@@ -63,20 +65,27 @@ class Call:
     codec: LossyCodec
     op: Any = dist.ReduceOp.SUM
     later: bool = False
+    nodes: levels.Nodes = ()
+    device: str = "cpu"
 
     @property
     def own(self) -> torch.Tensor:
         return self.everyone[self.rank]
 
     @property
+    def mine(self) -> torch.Tensor:
+        """A copy of what this rank gives, for a call in place."""
+        return self.own.clone().to(self.device)
+
+    @property
     def of_a_sum(self) -> tuple[Any, torch.Tensor, Any, bool]:
         """Arguments of the functions of :mod:`sums`."""
-        return self.api, self.own.clone(), self.op, self.later
+        return self.api, self.mine, self.op, self.later
 
     @property
     def of_a_move(self) -> tuple[Any, list[torch.Tensor], int, bool]:
         """Arguments of the functions of :mod:`moves`."""
-        return self.api, list(self.everyone), self.rank, self.later
+        return self.api, [one.to(self.device) for one in self.everyone], self.rank, self.later
 
     @property
     def shard(self) -> slice:
@@ -87,13 +96,13 @@ class Call:
         return project(values.contiguous(), self.codec)
 
     def total(self, owner: int, *parts: slice) -> torch.Tensor:
-        """The sum that ``owner`` makes: its own contribution exact, the other ones rounded, added in fp32 in rank order."""
+        """The sum that ``owner`` makes: its own contribution exact, the other ones rounded, added in fp32 in rank order; in two levels
+        those of nodes."""
         laid = [torch.cat([values[part] for part in parts or [slice(None)]]) for values in self.everyone]
-        values = [own.float() if rank == owner else self.rounded(own).float() for rank, own in enumerate(laid)]
-        found = values[0]
-        for more in values[1:]:
-            found = found + more
-        return (found / len(values) if self.op == dist.ReduceOp.AVG else found).to(self.own.dtype)
+        nodes = self.nodes or [[rank] for rank in range(len(laid))]
+        of_nodes = [levels.in_one_level([laid[rank] for rank in ranks]) for ranks in nodes]
+        values = [own if owner in ranks else self.rounded(own) for ranks, own in zip(nodes, of_nodes, strict=True)]
+        return levels.in_order(values, len(laid) if self.op == dist.ReduceOp.AVG else 1)
 
     def shares(self, numel: int) -> list[torch.Tensor]:
         """The sum of each rank's part of a message in an all-reduce, made by that rank."""
@@ -142,7 +151,7 @@ def reduce_scatter_in_place(call: Call) -> Result:
 
 def reduce_scatter(call: Call) -> Result:
     """A list of uneven tensors."""
-    ranks, numel, own = len(call.everyone), len(call.own), call.own.clone()
+    ranks, numel, own = len(call.everyone), len(call.own), call.mine
     cuts = [min(numel // ranks, 700 * (peer + 1)) for peer in range(ranks - 1)]
     shards = own.split([*cuts, numel - sum(cuts)])
     output, begin = torch.empty_like(shards[call.rank]), sum(cuts[: call.rank])
@@ -152,7 +161,7 @@ def reduce_scatter(call: Call) -> Result:
 
 def to_owners(call: Call) -> Result:
     """Every rank owns two slices: contributions go straight to the owners."""
-    ranks, mine = len(call.everyone), call.own.clone()
+    ranks, mine = len(call.everyone), call.mine
     size = len(mine) // (2 * ranks)
     owners = [(size, (turn % ranks,)) for turn in range(2 * ranks)]
     call.api.reduce_to_owners(mine, [*owners, (len(mine) - 2 * ranks * size, ())], call.op)
@@ -162,7 +171,7 @@ def to_owners(call: Call) -> Result:
 
 def to_several_owners(call: Call) -> Result:
     """All ranks own all of the sum: each share is summed once and goes to the owners as it is."""
-    mine = call.own.clone()
+    mine = call.mine
     call.api.reduce_to_owners(mine, [(len(mine), range(len(call.everyone)))], call.op)
     return mine, torch.cat(call.shares(len(mine)))
 

@@ -219,6 +219,16 @@ def reason_to_pass(
     return PassReason.STEPS_ARE_FASTER if rule and job.steps and not job.steps.codes(role, op) else None
 
 
+def lossy_passes(role: str, config: ZipcclConfig, group: dist.ProcessGroup, *, moves: bool) -> PassReason | None:
+    """Return why a call that a lossy codec may change passes now, None if it is coded: never by a time, which must not decide values."""
+    if config.mode_of(role) == "auto" and len(group_nodes(group)) == 1:
+        return PassReason.INSIDE_NODE
+    first = _of_job().first
+    if config.nccl != "auto" or not moves:
+        return None
+    return PassReason.UNPROVEN if first is None else first.reason(role)
+
+
 def compare(request: Request, handle: Any) -> None:
     """Compare the coded form of a call that has passed unproven with its plain result, see :meth:`.first_steps.FirstSteps.compare`."""
     first = _of_job().first

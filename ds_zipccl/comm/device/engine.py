@@ -9,15 +9,16 @@ import torch
 
 from ds_zipccl import devices, tensors
 from ds_zipccl.comm.bases.in_place import InPlaceBase
-from ds_zipccl.comm.device import gather, sizes, sums
+from ds_zipccl.comm.device import gather, lossy, sizes, sums
 from ds_zipccl.comm.device.bases import agreed
-from ds_zipccl.comm.device.choice import lacks_memory, reason_to_pass
+from ds_zipccl.comm.device.choice import lacks_memory, lossy_passes, reason_to_pass
 from ds_zipccl.comm.device.context import DeviceContext
 from ds_zipccl.comm.device.exchange import exchange_even, exchange_uneven, pays_now
 from ds_zipccl.comm.device.gather import Shard
 from ds_zipccl.comm.device.streams import Stage, StreamWork
 from ds_zipccl.comm.device.sums import Part
 from ds_zipccl.comm.group_state import GroupState, resolve_group
+from ds_zipccl.comm.lossy.frames import LossyFrames
 from ds_zipccl.comm.request import Request, compare_by, copy_back, equal_shards, logical_order, memory_order, shadow_of
 from ds_zipccl.comm.spans import cut
 from ds_zipccl.comm.topology import Levels
@@ -43,6 +44,8 @@ def passes_now(request: Request) -> PassReason | None:
         return PassReason.NO_MEMORY
     if devices.is_capturing(device):
         return PassReason.CAPTURED
+    if request.options.lossy is not None:
+        return lossy_passes(role, config, group, moves=request.sum.op is None)
     if request.sum.op is None:
         nbytes = None if request.numel is None else request.nbytes()
         based = sum(one.numel for one in request.agreed if one.slot()) if config.zero3_base == "auto" else 0
@@ -62,10 +65,11 @@ def start(request: Request, decision: Decision, timer: CallTimer | None = None) 
     Raises:
         CommError: a rank has refused a frame of an earlier call, or did not come within the group's timeout.
     """
-    shadow = shadow_of(request)
+    shadow = shadow_of(request, decision.lossy)
     with torch.inference_mode(), tensors.undisturbed():
         ctx = DeviceContext(*request.call(decision.codec), with_base=decision.with_base)
         ctx.kind = request.options.kind
+        ctx.rounding = None if decision.lossy is None else LossyFrames(ctx, decision.lossy)
         inputs, outputs = _flat_on_stream(ctx, request)
         try:
             COLLECTIVES[request.op](ctx, request, inputs, outputs)
@@ -108,6 +112,8 @@ def _flat_on_stream(ctx: DeviceContext, request: Request) -> tuple[list[torch.Te
 
 def _gather_list(ctx: DeviceContext, request: Request, inputs: Tensors, outputs: Tensors) -> None:
     (own,) = inputs
+    if ctx.rounding is not None:
+        return lossy.gather(ctx, Part.of(own), [Part.of(place) for place in outputs])
     with ctx.streams.on(Stage.DECODE):  # NCCL's gather of a list has a temporary too
         whole = tensors.empty(own.numel() * ctx.size, own.dtype, own.device)
         ctx.streams.order(Stage.DECODE, Stage.ENCODE)
@@ -118,7 +124,10 @@ def _gather_list(ctx: DeviceContext, request: Request, inputs: Tensors, outputs:
 
 def _gather_shards(ctx: DeviceContext, request: Request, inputs: Tensors, outputs: Tensors) -> None:
     shards = [Shard(own, whole, [own.numel()]) for own, whole in zip(inputs, outputs, strict=True)]
-    if request.agreed:
+    if ctx.rounding is not None:
+        for shard in shards:
+            lossy.gather(ctx, Part.of(shard.own), [Part.of(place) for place in equal_shards(shard.whole, ctx.size)])
+    elif request.agreed:
         agreed.gather_parameters(ctx, inputs[0], outputs[0], request.agreed)
     elif isinstance(request.base, InPlaceBase) and ctx.with_base:
         gather.gather_in_place(ctx, shards[0], request.base)
@@ -127,12 +136,16 @@ def _gather_shards(ctx: DeviceContext, request: Request, inputs: Tensors, output
 
 
 def _exchange(ctx: DeviceContext, request: Request, inputs: Tensors, outputs: Tensors) -> None:
-    if request.numel is not None:
+    even, listed = request.numel is not None, request.op == "all_to_all"
+    if even and ctx.rounding is None:
         exchange_even(ctx, inputs[0], outputs[0])
-    elif request.op == "all_to_all":
-        exchange_uneven(ctx, inputs, outputs)
+        return
+    sources = inputs if listed else inputs[0].split(request.segments.leaving)
+    targets = outputs if listed else outputs[0].split(request.segments.coming)
+    if ctx.rounding is None:
+        exchange_uneven(ctx, sources, targets)
     else:
-        exchange_uneven(ctx, inputs[0].split(request.segments.leaving), outputs[0].split(request.segments.coming))
+        lossy.exchange(ctx, sources, targets, even=even)
 
 
 def _reduce_scatter(ctx: DeviceContext, request: Request, inputs: Tensors, outputs: Tensors) -> None:
@@ -141,18 +154,20 @@ def _reduce_scatter(ctx: DeviceContext, request: Request, inputs: Tensors, outpu
 
 
 def _reduce_scatter_list(ctx: DeviceContext, request: Request, inputs: Tensors, outputs: Tensors) -> None:
-    _sum_parts(ctx, request, [Part((shard, slice(0, shard.numel()))) for shard in inputs], outputs[0])
+    _sum_parts(ctx, request, [Part.of(shard) for shard in inputs], outputs[0])
 
 
 def _sum_parts(ctx: DeviceContext, request: Request, parts: Sequence[Part], out: torch.Tensor) -> None:
-    place = Part((out, slice(0, out.numel())))
-    sums.reduce_scatter(
-        ctx, Levels.of(request.sum.nodes, ctx.rank, ctx.size), parts, place, request.sum.reduction.divisor
-    )
+    levels = Levels.of(request.sum.nodes, ctx.rank, ctx.size)
+    _sums(ctx).reduce_scatter(ctx, levels, parts, Part.of(out), request.sum.reduction.divisor)
+
+
+def _sums(ctx: DeviceContext) -> Any:
+    return sums if ctx.rounding is None else lossy
 
 
 def _all_reduce(ctx: DeviceContext, request: Request, inputs: Tensors, outputs: Tensors) -> None:
-    sums.all_reduce(ctx, Levels.of(request.sum.nodes, ctx.rank, ctx.size), outputs, request.sum.reduction.divisor)
+    _sums(ctx).all_reduce(ctx, Levels.of(request.sum.nodes, ctx.rank, ctx.size), outputs, request.sum.reduction.divisor)
 
 
 def _to_owners(ctx: DeviceContext, request: Request, inputs: Tensors, outputs: Tensors) -> None:
@@ -164,9 +179,9 @@ def _to_owners(ctx: DeviceContext, request: Request, inputs: Tensors, outputs: T
     levels = Levels.of(summed.nodes, ctx.rank, ctx.size)
     owned = [sum(parts[rank].numel for rank in ranks) for ranks in levels.nodes]
     if summed.owned.disjoint and wire.straight_to_owners(owned, whole.numel()):
-        sums.reduce_scatter(ctx, levels, parts, parts[ctx.rank], summed.reduction.divisor)
+        _sums(ctx).reduce_scatter(ctx, levels, parts, parts[ctx.rank], summed.reduction.divisor)
     else:
-        sums.all_reduce(ctx, levels, [whole], summed.reduction.divisor)
+        _sums(ctx).all_by_shards(ctx, levels, [whole], summed.reduction.divisor)
 
 
 #: Operation -> its function.

@@ -126,7 +126,7 @@ def exchange_even(ctx: DeviceContext, source: torch.Tensor, target: torch.Tensor
     Where the sizes of frames can be forecast, frames travel while the host waits. If one of some rank is larger than its slot, all ranks
     send all frames again; the host knows before frames are decoded, and so before the caller's work reads words.
     """
-    (source,) = _apart(ctx, [source], [target])
+    (source,) = apart(ctx, [source], [target])
     numel = source.numel() // ctx.size
     if not numel:
         return
@@ -198,7 +198,7 @@ def exchange_uneven(ctx: DeviceContext, sources: Sequence[torch.Tensor], targets
         CommError: a rank has refused a frame of an earlier operation: all ranks raise. Or a rank sends another number of words than this
             rank expects, or a size that no frame has: this rank raises, and the other ranks do after the group's timeout.
     """
-    sources = _apart(ctx, sources, targets)
+    sources = apart(ctx, sources, targets)
     peers = [peer for peer in range(ctx.size) if peer != ctx.rank]
     afar = _afar(ctx) if ctx.codec != "raw" else []
     itemsize = targets[ctx.rank].itemsize
@@ -226,7 +226,7 @@ def exchange_uneven(ctx: DeviceContext, sources: Sequence[torch.Tensor], targets
     ctx.copy(sources[ctx.rank], targets[ctx.rank])
 
 
-def _apart(
+def apart(
     ctx: DeviceContext, sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]
 ) -> Sequence[torch.Tensor]:
     """Return the sources, copied where one shares memory with a target: targets are written while later sources are read."""

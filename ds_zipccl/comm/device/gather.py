@@ -191,14 +191,14 @@ def send_planned(
     if not plan.fragments and plan.pieces:
         with ctx.streams.wire():
             for shard in shards:
-                _all_gather(ctx, shard.whole, shard.own)
+                all_gather(ctx, shard.whole, shard.own)
                 ctx.count(0, shard.own.nbytes * (ctx.size - 1))
     for fragment in plan.fragments:
         part = slice(fragment.first, fragment.last)
         _fragment(ctx, shards, plan.pieces[part], fragment, None if lasts is None else lasts[part])
 
 
-def _all_gather(ctx: DeviceContext, whole: torch.Tensor, own: torch.Tensor) -> None:
+def all_gather(ctx: DeviceContext, whole: torch.Tensor, own: torch.Tensor) -> None:
     """Write the parts of all ranks to flat ``whole``, in their order; the own part may be left out. ``own`` is this rank's, in its place or
     apart. Work of the current stream.
 
@@ -268,7 +268,7 @@ def _fragment(
             code = ctx.codec if lasts is None else "delta"
             ctx.route.encode_gather(words_of(shards, pieces), code, table, part, bases=lasts)
         with streams.wire():
-            _all_gather(ctx, staging, part)
+            all_gather(ctx, staging, part)
         with streams.on(Stage.DECODE):
             outs = shards[0].whole if len(shards) == 1 else [shards[piece.shard].whole for piece in pieces]
             status = ctx.reports.word(ctx.where(), fragment.names)

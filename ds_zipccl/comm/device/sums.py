@@ -27,7 +27,7 @@ from ds_zipccl.comm.spans import length, within
 from ds_zipccl.comm.topology import Levels
 from ds_zipccl.frame import HEADER_BYTES
 from ds_zipccl.kernels.cuda.backend import Own
-from ds_zipccl.kernels.sums import settle_nans
+from ds_zipccl.kernels.sums import divide, settle_nans
 from ds_zipccl.policy import wire
 
 #: Rows of node sums, and shards of an all-reduce, begin at multiples of so many elements: kernels read 16 bytes at once.
@@ -40,6 +40,11 @@ class Part:
     def __init__(self, *pieces: tuple[torch.Tensor, slice]) -> None:
         self.pieces = [(source, span) for source, span in pieces if length(span)]
         self.numel = sum(length(span) for _, span in self.pieces)
+
+    @classmethod
+    def of(cls, flat: torch.Tensor) -> Part:
+        """Return all words of a flat tensor."""
+        return cls((flat, slice(0, flat.numel())))
 
     def cut(self, begin: int, end: int) -> Part:
         """Return elements ``begin`` to ``end``, as far as there are any."""
@@ -63,13 +68,27 @@ class Part:
         for view, place in zip(self.views(), self._places(packed), strict=True):
             view.copy_(place)
 
+    @contextmanager
+    def written(self, room: torch.Tensor | None = None) -> Iterator[torch.Tensor]:
+        """Give flat memory for new words, which are in their pieces afterwards. Work of the current stream. ``room``: for several."""
+        views = self.views()
+        if len(views) == 1:
+            yield views[0]
+            return
+        out = tensors.empty(self.numel, views[0].dtype, views[0].device) if room is None else room
+        yield out
+        self.unpack(out)
+
     def _places(self, packed: torch.Tensor) -> Sequence[torch.Tensor]:
         places: Sequence[torch.Tensor] = packed[: self.numel].split([length(span) for _, span in self.pieces])
         return places
 
 
-def reduce_scatter(ctx: DeviceContext, levels: Levels, parts: Sequence[Part], out: Part, divisor: int = 1) -> None:
-    """Write the sum of the parts of this rank of all ranks, divided by ``divisor``, to ``out``. Puts the work on the streams.
+def reduce_scatter(
+    ctx: DeviceContext, levels: Levels, parts: Sequence[Part], out: Part, divisor: int = 1, *, kind: Any = None
+) -> None:
+    """Write the sum of the parts of this rank of all ranks, divided by ``divisor``, to ``out``. Puts the work on the streams. ``kind``:
+    what sums, None: :class:`Summing`.
 
     The host waits once, and once more for each further half of the budget that node sums take. ``parts[r]`` is the part of rank r; its
     number of elements is equal on all ranks. ``out`` may be the own part; otherwise it shares no memory with the parts.
@@ -77,7 +96,7 @@ def reduce_scatter(ctx: DeviceContext, levels: Levels, parts: Sequence[Part], ou
     longest = max(part.numel for part in parts)
     if not longest:
         return
-    summing = _Summing(ctx, levels, parts, out, divisor)
+    summing = (kind or Summing)(ctx, levels, parts, out, divisor)
     step = summing.step(longest)
     for begin in range(0, longest, step):
         summing.sum(begin, min(begin + step, longest))
@@ -119,6 +138,10 @@ def all_reduce(ctx: DeviceContext, levels: Levels, whole: Sequence[torch.Tensor]
     with streams.on(Stage.DECODE):
         for flat, sums in zip(left, of_all[count * (ranks - 1) :].split([len(flat) for flat in left]), strict=True):
             flat.copy_(sums)
+
+
+#: For sums with owners: sums travel exactly.
+all_by_shards = all_reduce
 
 
 def plain_to_owners(ctx: DeviceContext, parts: Sequence[Part], op: Any) -> None:
@@ -191,7 +214,7 @@ def _joined(parts: Sequence[Part]) -> torch.Tensor | None:
     return source[first.start : parts[-1].pieces[0][1].stop] if follows else None
 
 
-class _Summing:
+class Summing:
     """One sum of parts. ``of_local_rank``: for each node, the part of the rank that has this rank's local rank there."""
 
     def __init__(self, ctx: DeviceContext, levels: Levels, parts: Sequence[Part], out: Part, divisor: int) -> None:
@@ -336,18 +359,15 @@ class _Summing:
         """Add the rows of a matrix, with the own words in the row of this node, and write the sum to ``place``. Work of the current
         stream."""
         ctx, status = self._ctx, self._ctx.reports.word(self._ctx.where())
-        single = len(place.pieces) == 1
-        sums = place.views()[0] if single else own
-        into = total if total.numel() else sums
-        ctx.route.decode_sum_frames(matrix, ctx.config.block, self._dtype, into, status, Own(own, self._levels.node))
-        if self._divisor > 1:
-            # by a tensor: torch multiplies by the inverse of a number, which has another rounding
-            into.div_(tensors.filled(1, self._divisor, torch.float32, ctx.device))
-        if into is not sums:
-            sums.copy_(into)
-            settle_nans(sums)
-        if not single:
-            place.unpack(sums)
+        words = Own(own, self._levels.node)
+        with place.written(own) as sums:
+            into = total if total.numel() else sums
+            ctx.route.decode_sum_frames(matrix, ctx.config.block, self._dtype, into, status, words)
+            if self._divisor > 1:
+                divide(into, self._divisor)
+            if into is not sums:
+                sums.copy_(into)
+                settle_nans(sums)
 
 
 def _exchange(

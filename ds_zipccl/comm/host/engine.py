@@ -77,8 +77,7 @@ def open_context(request: Request, decision: Decision) -> OpContext:
         sums=decision.frames and request.sum.op is not None,
         rows=wire.may_have_rows(request.options.config, request.op, request.options.role, decision.codec),
     )
-    if decision.lossy is not None:
-        ctx.rounding = LossyFrames(ctx, decision.lossy)
+    ctx.rounding = None if decision.lossy is None else LossyFrames(ctx, decision.lossy)
     return ctx
 
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -15,7 +14,6 @@ from ds_zipccl.codecs.known import NO_KEY
 from ds_zipccl.comm.buffer_pool import PooledBuffers
 from ds_zipccl.comm.context import OpContext
 from ds_zipccl.comm.group_state import hash_key, region_hash
-from ds_zipccl.comm.work import CommError
 from ds_zipccl.frame import HEADER_BYTES, FrameError, parse
 from ds_zipccl.kernels import sums as plain_sums
 from ds_zipccl.policy import wire
@@ -45,7 +43,7 @@ class FrameCoder:
         self.route = kernels.preferred(ctx.config.route, ctx.device)
         # no exact frame depends on frames whose values change
         self._backoff = ctx.state.backoff(ctx.op, ctx.role, "exact" if ctx.rounding is None else "rounded")
-        self._staging = ctx.staging
+        self._staging, self.refusing = ctx.staging, ctx.refusing
         self._rounding: Any = None if exact else ctx.rounding
         self.exact = self._rounding is None
         assert self.exact or self._staging is None, "admission lets no staged tensor through whose values change"
@@ -95,7 +93,7 @@ class FrameCoder:
             codec = "raw"
         with ranges.inside(ranges.ENCODE):
             if self._rounding is not None:
-                frames = [self._rounding.compress(flat, codec, block, buffers, own_place) for flat in flats]
+                frames = [self._rounding.compress(flat, codec, block, buffers.take, own_place) for flat in flats]
             elif self._staging is not None:
                 frames = self._staging.compress(flats, codec, block, buffers)
             else:
@@ -132,7 +130,7 @@ class FrameCoder:
         """
         with ranges.inside(ranges.DECODE, self.refusing(peer)):
             if self._staging is not None:
-                return self._staging.decompress(frame, out, partial(self._refusal, peer))
+                return self._staging.decompress(frame, out, partial(self._ctx.refusal, peer))
             key = NO_KEY if base is None else hash_key()
             data = out.data  # torch's collectives count no version either
             decompress(frame, data, base=base, earlier=earlier, key=key, route=self.route)
@@ -162,24 +160,13 @@ class FrameCoder:
         """
         with ranges.inside(ranges.DECODE, self.refusing(peer)):
             if self._staging is not None:
-                return self._staging.decompress_add(frame, dtype, sums, partial(self._refusal, peer))
+                return self._staging.decompress_add(frame, dtype, sums, partial(self._ctx.refusal, peer))
             decompress_add(frame, sums.data, dtype=dtype, route=self.route)
 
     def add(self, values: torch.Tensor, sums: torch.Tensor) -> None:
         """Add ``values`` to ``sums``, of their dtype or float32."""
         add = plain_sums.add if self._staging is not None else kernels.adder(self.route, self._ctx.device)
         add(values, sums)
-
-    @contextmanager
-    def refusing(self, peer: int) -> Iterator[None]:
-        """Turn FrameError into CommError, which names the sender ``peer``."""
-        try:
-            yield
-        except FrameError as error:
-            raise self._refusal(peer, error) from error
-
-    def _refusal(self, peer: int, error: FrameError) -> CommError:
-        return self._ctx.error(f"frame from global rank {self._ctx.global_rank(peer)} refused: {error}")
 
 
 class ByteCoder(FrameCoder):

@@ -255,25 +255,6 @@ def wait(handle: dist.Work, timeout: timedelta | None) -> None:
         handle.wait() if timeout is None else handle.wait(timeout)
 
 
-class Received:
-    """:class:`ds_zipccl.comm.reduction_order.Contributions`: ``own``, the contribution of ``rank``, and the frames of its peers."""
-
-    def __init__(self, rank: int, exchange: Exchange, own: torch.Tensor) -> None:
-        self._exchange, self.rank, self.own = exchange, rank, own
-
-    def take(self, rank: int, into: torch.Tensor) -> torch.Tensor:
-        return self.own if rank == self.rank else self._exchange.recv(rank, into)
-
-    def add(self, rank: int, sums: torch.Tensor) -> None:
-        if rank == self.rank:
-            self._exchange.add(self.own, sums)
-        else:
-            self._exchange.recv_add(rank, self.own.dtype, sums)
-
-    def add_taken(self, taken: torch.Tensor, sums: torch.Tensor) -> None:
-        self._exchange.add(taken, sums)
-
-
 def detached(
     sources: Sequence[torch.Tensor], written: Sequence[torch.Tensor], homes: Sequence[torch.Tensor]
 ) -> Sequence[torch.Tensor]:

@@ -22,8 +22,8 @@ from ds_zipccl.comm.buffer_pool import PooledBuffers
 from ds_zipccl.comm.context import OpContext
 from ds_zipccl.comm.host.frames import FrameCoder
 from ds_zipccl.comm.host.gather import hashed, open_gather
-from ds_zipccl.comm.host.pipeline import Exchange, Fragments, Received, SpanView, detached, open_exchange, run_pipeline
-from ds_zipccl.comm.reduction_order import Owned, Reduction, add_in_fp32
+from ds_zipccl.comm.host.pipeline import Exchange, Fragments, SpanView, detached, open_exchange, run_pipeline
+from ds_zipccl.comm.reduction_order import Owned, Received, Reduction, add_in_fp32
 from ds_zipccl.comm.request import Request, equal_shards
 from ds_zipccl.comm.spans import common, cut, length, within
 from ds_zipccl.policy import wire

@@ -15,10 +15,11 @@ import torch
 
 from ds_zipccl import kernels
 from ds_zipccl.codecs import compress, compress_bound, decompress, project
+from ds_zipccl.codecs.memory import write_header
 from ds_zipccl.comm.buffer_pool import PooledBuffers
 from ds_zipccl.comm.context import Call
 from ds_zipccl.comm.lossy.squared_error import squared_error
-from ds_zipccl.frame import HEADER_BYTES, CodecId, Header, pack, parse
+from ds_zipccl.frame import HEADER_BYTES, CodecId, Header, parse
 from ds_zipccl.lossy import Int, LossyCodec, Round, TacoFp8
 from ds_zipccl.telemetry import counters
 
@@ -26,6 +27,8 @@ from ds_zipccl.telemetry import counters
 SAMPLED = 16
 #: The largest float32. A Hadamard transform of a group sums all its values; a group whose sums overflow stays as it is.
 _LARGEST = torch.finfo(torch.float32).max
+#: Returns memory for so many bytes, uint8.
+Take = Callable[[int], torch.Tensor]
 #: Formats of frames that hold values as they are.
 _LOSSLESS = (CodecId.RAW, CodecId.EXPONENT)
 
@@ -38,25 +41,30 @@ class _Numbers(defaultdict[tuple[str, str], Iterator[int]]):
 
 
 class LossyFrames:
-    """Makes the frames of one operation by ``codec``. Tensors are flat contiguous CPU tensors; all calls block."""
+    """Makes the frames of one operation by ``codec``. Tensors are flat and contiguous; all calls block, on CUDA for the current stream."""
 
     def __init__(self, ctx: Call, codec: LossyCodec) -> None:
         # not the context, which may hold this object
         self._role, self._op, self._numbers = ctx.role, ctx.op, ctx.state.of(_Numbers)[ctx.op, ctx.role]
-        self._codec, self._route = codec, kernels.preferred(ctx.config.route, "cpu")
+        self._codec, self._named = codec, ctx.config.route
         #: The mantissa bits to which the codec rounds every word by itself; 0 where it does not.
         self.rounded = codec.mantissa if isinstance(codec, Round) else 0
 
+    def _route(self, flat: torch.Tensor) -> str:
+        return kernels.preferred(self._named, flat.device.type)
+
     def compress(
-        self, flat: torch.Tensor, codec: str, block: int, buffers: PooledBuffers, own_place: torch.Tensor | None = None
+        self, flat: torch.Tensor, codec: str, block: int, take: Take, own_place: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Return a frame of ``flat`` in memory of ``buffers``, raw if ``codec`` of the operation is. The values that the frame decodes to
+        """Return a frame of ``flat``, in memory of ``take``, raw if ``codec`` of the operation is. The values that the frame decodes to
         are written to ``own_place``, which may be ``flat``."""
-        frame = self._raw(flat, buffers) if codec == "raw" else self._coded(flat, block, buffers)
+        frame = self._raw(flat, take) if codec == "raw" else self._coded(flat, block, take)
         numel, dtype, device = flat.numel(), flat.dtype, flat.device
-        self._count(flat, lambda scratch: decompress(frame, scratch.empty(numel, dtype, device), route=self._route))
+        self._count(
+            flat, lambda scratch: decompress(frame, scratch.empty(numel, dtype, device), route=self._route(flat))
+        )
         if own_place is not None:
-            decompress(frame, own_place.data, route=self._route)
+            decompress(frame, own_place.data, route=self._route(flat))
         return frame
 
     def bound(self, numel: int, dtype: torch.dtype, block: int) -> int:
@@ -70,7 +78,7 @@ class LossyFrames:
     def alone(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the values that frames of ``tensor``, of any shape, would carry, for a message that goes without frames; count it as one
         frame."""
-        values = project(tensor, self._codec, route=self._route)
+        values = project(tensor, self._codec, route=self._route(tensor))
         self._count(tensor.reshape(-1), lambda scratch: values.reshape(-1))
         return values
 
@@ -79,28 +87,28 @@ class LossyFrames:
         codec, scratch = str(self._codec), PooledBuffers()
         counters.record_lossy(self._role, self._op, codec, 1)
         if next(self._numbers) % SAMPLED == 0:
-            sums = squared_error(flat, carried(scratch), self._route)
+            sums = squared_error(flat, carried(scratch), self._route(flat))
             counters.record_error(self._role, self._op, codec, *sums)
             scratch.release()
 
     def carried(self, flat: torch.Tensor, buffers: PooledBuffers) -> torch.Tensor:
         """Return the values that a frame of ``flat`` decodes to, in memory of ``buffers``."""
         out = buffers.empty(flat.numel(), flat.dtype, flat.device)
-        return project(flat, self._codec, out=out, route=self._route)
+        return project(flat, self._codec, out=out, route=self._route(flat))
 
-    def _coded(self, flat: torch.Tensor, block: int, buffers: PooledBuffers) -> torch.Tensor:
+    def _coded(self, flat: torch.Tensor, block: int, take: Take) -> torch.Tensor:
         frame = compress(
             flat,
             self._codec,
             lossy=True,
-            out=buffers.take(self.bound(flat.numel(), flat.dtype, block)),
+            out=take(self.bound(flat.numel(), flat.dtype, block)),
             block=block,
             shaped=False,
             checksum=False,
-            route=self._route,
+            route=self._route(flat),
         )
         # a frame of rounded values is a lossless one by itself; frames of other codecs fall back to those
-        if not self.rounded and parse(frame).codec in _LOSSLESS:
+        if not self.rounded and parse(frame[:HEADER_BYTES].cpu(), frame.numel()).codec in _LOSSLESS:
             counters.record_exact(self._role, self._op, self._why_exact(flat), 1)
         return frame
 
@@ -114,8 +122,7 @@ class LossyFrames:
             return "overflow"
         return "smaller"
 
-    def _raw(self, flat: torch.Tensor, buffers: PooledBuffers) -> torch.Tensor:
-        frame = buffers.take(HEADER_BYTES + flat.nbytes)
-        pack(Header(CodecId.RAW, flat.dtype, flat.numel(), frame.numel()), frame[:HEADER_BYTES])
-        project(flat, self._codec, out=frame[HEADER_BYTES:].view(flat.dtype), route=self._route)
-        return frame
+    def _raw(self, flat: torch.Tensor, take: Take) -> torch.Tensor:
+        frame = take(HEADER_BYTES + flat.nbytes)
+        project(flat, self._codec, out=frame[HEADER_BYTES:].view(flat.dtype), route=self._route(flat))
+        return write_header(Header(CodecId.RAW, flat.dtype, flat.numel(), frame.numel()), frame)

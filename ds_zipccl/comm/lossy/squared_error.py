@@ -25,7 +25,8 @@ def squared_error(flat: torch.Tensor, values: torch.Tensor, route: str) -> tuple
         wide = sent.float()
         sums = [sum_of_squares(arrived.float() - wide), sum_of_squares(wide)]
         if not sum(sums) < float("inf"):  # also NaN
-            finite = sent.isfinite()
-            sums = [sum_of_squares((arrived.double() - sent.double())[finite]), sum_of_squares(sent.double()[finite])]
+            bad = ~sent.isfinite()
+            both = arrived.double() - sent.double(), sent.double()
+            sums = [sum_of_squares(one.masked_fill_(bad, 0.0)) for one in both]
         of_error, of_values = of_error + sums[0], of_values + sums[1]
     return of_error, of_values
