@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterator
 
 import emulation
 import pytest
@@ -240,19 +241,47 @@ PARTS = {
     "cuda_lossy.py -k scaled": emulation.SCALED,
     "cuda_lossy.py -k zfp": emulation.ZFP,
 }
-#: Imports what the tests need once, and forks for each mistake.
+#: Imports what the tests need once, and forks for each mistake, of which a line tells.
 PROGRAM = """
-import os, sys
+import json, os, sys
 import emulation, hypothesis, pytest, variants
 made = emulation.launcher
-for file, *change in {changes!r}:
+for line in sys.stdin:
+    file, change, parts, words = json.loads(line)
     if not (child := os.fork()):
-        emulation.launcher = lambda: made({{file: (tuple(change),)}}, {parts})
-        status = pytest.main(["-q", "-p", "no:cacheprovider", "-k", "not cuda- and (" + {tests!r} + ")", {path!r}])
+        emulation.launcher = lambda: made({file: (tuple(change),)}, parts)
+        status = pytest.main(["-q", "-p", "no:cacheprovider", *words])
         sys.stdout.flush()
         os._exit(status)
     print("\\nSTATUS", os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
 """
+#: (File, text, mistake), file of tests, expression of their names, parts -> what the tests say over the emulation with the mistake, and how
+#: they end.
+Tested = Callable[[tuple[str, str, str], str, str, int], tuple[str, int]]
+
+
+@pytest.fixture(scope="module")
+def tested() -> Iterator[Tested]:
+    """Runs tests in processes of their own, as some mistakes end them."""
+    command, pipe = [sys.executable, "-c", PROGRAM], subprocess.PIPE
+    environment = {**os.environ, "PYTHONPATH": PYTHONPATH}
+    with subprocess.Popen(
+        command, cwd=ROOT, env=environment, stdin=pipe, stdout=pipe, stderr=subprocess.STDOUT, text=True
+    ) as server:
+        assert server.stdin is not None and server.stdout is not None
+
+        def run(change: tuple[str, str, str], test_file: str, tests: str, parts: int) -> tuple[str, int]:
+            words = ["-k", f"not cuda- and ({tests})", f"tests/codec/test_{test_file}"]
+            print(json.dumps([change[0], change[1:], parts, words]), file=server.stdin, flush=True)
+            said = ""
+            for line in server.stdout:
+                if status := re.fullmatch(r"STATUS (-?\d+)\n", line):
+                    return said, int(status[1])
+                said += line
+            raise AssertionError(said)
+
+        yield run
+        server.stdin.close()
 
 
 def test_every_mistake_can_be_planted() -> None:
@@ -268,33 +297,20 @@ def test_every_mistake_can_be_planted() -> None:
 @pytest.mark.full(reason="each has an emulation of its own to compile")
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("where", MISTAKES)
-def test_mistakes_are_noticed(where: str) -> None:
+def test_mistakes_are_noticed(where: str, tested: Tested) -> None:
     file, _, tests = where.partition(" -k ")
     parts = next(parts for start, parts in PARTS.items() if where.startswith(start))
-    found = _run(MISTAKES[where].values(), file, tests, parts)
-    for mistake, (said, status) in zip(MISTAKES[where], found, strict=True):
+    for mistake, change in MISTAKES[where].items():
+        said, status = tested(change, file, tests, parts)
         assert status, (mistake, said)
         assert status < 0 or " failed" in said or "emulation: block" in said, (mistake, said)  # < 0: by a wild address
 
 
 @pytest.mark.full(reason="an emulation of its own to compile")
 @pytest.mark.parametrize("start", PARTS)
-def test_tests_pass_without_a_mistake(start: str) -> None:
+def test_tests_pass_without_a_mistake(start: str, tested: Tested) -> None:
     """They have the kernels of some parts alone; none of them may fail for that."""
     tests = sorted({where.partition(" -k ")[2] for where in MISTAKES if where.startswith(start)})
     nothing = ("cuda/frame.cuh", "kVersion = 2", "kVersion = 2")
-    ((said, status),) = _run([nothing], start.split()[0], f"({') or ('.join(tests)})", PARTS[start])
+    said, status = tested(nothing, start.split()[0], f"({') or ('.join(tests)})", PARTS[start])
     assert status == 0, said
-
-
-def _run(changes: Iterable[tuple[str, str, str]], test_file: str, tests: str, parts: int) -> Iterator[tuple[str, int]]:
-    """What tests say over the emulation with each of the mistakes, and how they end: in processes of their own, as some end them."""
-    path = f"tests/codec/test_{test_file}"
-    program = PROGRAM.format(changes=[*changes], parts=parts, tests=tests, path=path)
-    said = subprocess.run(
-        [sys.executable, "-c", program], cwd=ROOT, env={**os.environ, "PYTHONPATH": PYTHONPATH},
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=1700,
-    ).stdout  # fmt: skip
-    *each, end = re.split(r"\nSTATUS (-?\d+)\n", said)
-    assert not end, said
-    return zip(each[::2], map(int, each[1::2]), strict=True)

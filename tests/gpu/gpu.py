@@ -76,7 +76,7 @@ SELECTED = "cuda-native or cuda] or (cuda-cupy and golden)"
 FIRST_SELECTED = "cuda-cupy"
 DRY_SELECTED = "emulated and (golden_frame or frames_in_slots)"
 #: Processes of a step with many files of tests, where pytest-xdist is installed: on an H200 six need 42 s where one needs 95.
-PROCESSES = 6
+PROCESSES = min(6, os.cpu_count() or 1)
 #: Last lines of a step that did not pass, at the end of the output, and characters of each: all steps together are 9,600 characters.
 LINES, LINE = 6, 160
 #: The training of the step "auto": LoRA of 239M parameters, timed from step 35 on, when a clear choice by whole steps is made. With 60M

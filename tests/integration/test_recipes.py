@@ -63,6 +63,17 @@ transformers.LlamaForCausalLM(shape).bfloat16().save_pretrained("llama")
 """
 
 
+#: Python runs this at its start: DeepSpeed compiles no operator of inference, for minutes in every new environment.
+SITE = """
+import collections, sys
+class NoOperators:
+    def find_spec(name, *more):
+        if name == "deepspeed.comm.torch":
+            sys.modules["deepspeed.ops"].__compatible_ops__ = collections.defaultdict(bool)
+sys.meta_path.insert(0, NoOperators)
+"""
+
+
 @dataclass(frozen=True)
 class Run:
     """Losses that the ranks printed, in order of size; hashes of saved tensors; lines of the step log."""
@@ -108,11 +119,12 @@ def llamafactory(folder: Path) -> list[str]:
 def trained(script: str, config: str, folder: Path, coded: bool, options: Sequence[str] = ()) -> Run:
     """Run the command of a script in ``folder``, where ``examples`` is, coded with the section of ``config`` or plain."""
     (folder / "examples").symlink_to(EXAMPLES)
+    (folder / "sitecustomize.py").write_text(SITE)
     section = json.loads((RECIPES / f"{config}.json").read_text())["zipccl"] | ADDED
     environment = os.environ | {
         "DS_ZIPCCL": json.dumps(section) if coded else "0",
         "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
-        "PYTHONPATH": str(ROOT),
+        "PYTHONPATH": f"{folder}{os.pathsep}{ROOT}",
         "PET_STANDALONE": "1",  # torchrun takes a free port
         "HF_HUB_OFFLINE": "1",
         "HF_HOME": str(folder / "hub"),

@@ -1,4 +1,4 @@
-"""The short tier and the full one, and turns for tests that two workers must not run beside each other.
+"""The short tier and the full one, and turns for tests that workers must not run beside each other.
 
 ``make test`` runs the short tier: ``pytest -m "not full"``. ``make test-all`` and plain ``pytest`` run everything.
 """
@@ -15,30 +15,32 @@ from typing import Any
 
 import pytest
 
-#: Files whose tests take longest, the longest first: more than half a minute on one of two workers. Workers get them first, as a long file
-#: that begins last leaves the other worker without work. Seconds of a run are in the list at its end.
+#: Files whose tests take longest, the longest first: more than half a minute. Workers get them first, as a long file
+#: that begins last leaves the other workers without work. Seconds of a run are in the list at its end.
 LONG = (
-    "benchmarks/tests/test_bench_train.py",
     "tests/gpu/test_gpu_steps.py",
-    "tests/codec/test_convergence.py",
-    "tests/integration/test_engines_on_streams.py",
-    "tests/codec/test_sanitizers.py",
-    "tests/codec/test_cuda_build.py",
-    "tests/codec/test_gap_list.py",
-    "tests/codec/test_codec.py",
-    "tests/codec/test_cuda_planted.py",
-    "tests/codec/test_cuda_sanitizers.py",
-    "tests/gpu/test_gpu_programs.py",
-    "tests/codec/test_arm.py",
-    "tests/integration/test_moe.py",
-    "tests/codec/test_trust.py",
-    "tests/integration/test_parallel.py",
+    "benchmarks/tests/test_bench_train.py",
     "tests/integration/test_recipes.py",
-    "tests/test_packaging.py",
-    "benchmarks/tests/test_bench_roles.py",
+    "tests/integration/test_engines_on_streams.py",
+    "tests/codec/test_cuda_sanitizers.py",
+    "tests/codec/test_convergence.py",
+    "tests/integration/test_moe.py",
+    "tests/codec/test_cuda_planted.py",
+    "tests/integration/test_parallel.py",
     "tests/integration/test_engines.py",
-    "benchmarks/tests/test_link.py",
+    "tests/codec/test_codec.py",
+    "benchmarks/tests/test_bench_roles.py",
+    "tests/integration/test_engines_optimizers.py",
+    "tests/codec/test_arm.py",
+    "tests/codec/test_cuda_build.py",
+    "tests/integration/test_recomputed.py",
+    "tests/gpu/test_gpu_programs.py",
+    "tests/codec/test_trust.py",
+    "tests/test_packaging.py",
     "tests/integration/test_peft.py",
+    "tests/cli/test_doctor.py",
+    "tests/integration/test_start_up.py",
+    "benchmarks/tests/test_link.py",
 )
 #: Variants that take ten times as long as the native route or more.
 SLOW = ("numba", "emulated")
