@@ -209,20 +209,11 @@ def test_always_has_the_bits_of_plain_runs(trained: Trained, ranks: int, name: s
             assert rank["ratios"]["all_reduce replicated"] > 20 and rank["ratios"]["all_reduce"] < 2, "hashes"
 
 
-#: Ranks -> cases that have every kind of layer, gate, ZeRO and group among them: schedules see their messages alone.
-TRIED = {
-    2: ["top-1 residual", "top-1 checkpointing", "top-2", "top-4 no drop", "mixtral zero1", "qwen"],
-    4: ["top-2 zero1, 2 of 4", "tensor parallel experts", "mixtral zero3 checkpointing, 2 of 4", "qwen", "folding"],
-}
-
-
-@pytest.mark.full(reason="launches of minutes")
-@pytest.mark.parametrize("size", TRIED)
-def test_auto_has_the_bits_of_plain_runs(trained: Trained, tmp_path: Path, size: int) -> None:
+@each(CASES)
+def test_auto_has_the_bits_of_plain_runs(trained: Trained, ranks: int, name: str) -> None:
     """While schedules are tried in turn."""
-    auto = results(__file__, size, "auto", tmp_path, TRIED[size])
-    for name in TRIED[size]:
-        assert bits(auto[name]) == bits(trained(size, "plain")[name]), name
+    plain, auto = trained(ranks, "plain")[name], trained(ranks, "auto")[name]
+    assert bits(auto) == bits(plain)
 
 
 @pytest.mark.full(reason="one more launch, of cases that only the full tier has")
