@@ -1,24 +1,34 @@
 """Real engines with optimizers of DeepSpeed that gather, or that step, in ways of their own: Muon, SuperOffload and ZenFlow.
 
-SuperOffload and ZenFlow step by DeepSpeed's own Adam for CPUs, which DeepSpeed compiles at the first use, and SuperOffload in a process of
-its own. Both ask for CUDA: their cases replace the few names by which they do.
+SuperOffload and ZenFlow step by DeepSpeed's own Adam for CPUs in a process of its own. Both ask for CUDA: their cases replace the few names
+by which they do.
 """
 
 from __future__ import annotations
 
 import functools
+import importlib.util
+import multiprocessing
 import os
+import subprocess
+import sys
+import sysconfig
 from collections.abc import Callable
+from importlib.machinery import ExtensionFileLoader
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import builds
 import pytest
 import shim
 import torch
-import torch.multiprocessing as multiprocessing
+import torch.multiprocessing
 from engines import DIFFERENCE, FIRST, OTHER, SOURCES, ZERO3, Lab, Model, bits, rank_program
 from programs import launch, plain_and_coded
+from torch.utils import cpp_extension
+
+from ds_zipccl.kernels import build
 
 HOST = '{"enabled": true, "mode": "always", "min_bytes": 1024, "reduction": "match", "zero3_base": "host"}'
 ON_STREAMS = '{"enabled": true, "mode": "always", "min_bytes": 1024, "nccl": "on", "nccl_min_bytes": 4096}'
@@ -50,8 +60,38 @@ def muon(lab: Lab, **zero: Any) -> None:
     train(lab, make=Matrices, optimizer=optimizer, zero=zero, zero_force_ds_cpu_optimizer=False)
 
 
+def own_adam() -> None:
+    """Load DeepSpeed's own Adam for CPUs, without the optimizations for which DeepSpeed would compile it for minutes.
+
+    The build of an earlier run counts, in whatever folder the environment is.
+    """
+    from deepspeed.ops.op_builder import CPUAdamBuilder
+
+    builder = CPUAdamBuilder()
+    sources = [builder.deepspeed_src_path(source) for source in builder.sources()]
+    headers = [builder.deepspeed_src_path(folder) for folder in builder.include_paths()]
+    places = [*headers, *cpp_extension.include_paths(), sysconfig.get_paths()["include"]]
+    options = ["-std=c++20", "-O0", "-fPIC", "-shared", "-fopenmp", "-DTORCH_EXTENSION_NAME=cpu_adam"]
+
+    def make(target: Path) -> None:
+        of_torch = [f"-L{cpp_extension.TORCH_LIB_PATH}", "-lc10", "-ltorch_cpu", "-ltorch_python"]
+        command = [*build.compiler(), *options, *(f"-I{at}" for at in places), *sources, *of_torch, "-o", str(target)]
+        subprocess.run(command, check=True)
+
+    parts = [*build.compiler(), *options, sys.version, torch.__version__, *(Path(one).read_text() for one in sources)]
+    path = str(builds.kept("cpu_adam", [*parts, *builds.contents({"": Path(headers[0])})], make))
+    spec = importlib.util.spec_from_file_location("cpu_adam", path, loader=ExtensionFileLoader("cpu_adam", path))
+    assert spec and spec.loader
+    type(builder)._loaded_ops["cpu_adam"] = module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+
+
 #: DeepSpeed's own Adam.
 ADAM = {"type": "AdamW", "params": {"lr": 1e-3, "weight_decay": 0.0}}
+
+
+#: A process that is spawned imports torch and DeepSpeed, for many times as long as it steps.
+FORK = torch.multiprocessing.get_context("fork")
 
 
 def super_offload(lab: Lab, **config: Any) -> None:
@@ -60,9 +100,8 @@ def super_offload(lab: Lab, **config: Any) -> None:
     from deepspeed.runtime.superoffload import superoffload_utils as utils
 
     module._validate_superoffload_accelerator = lambda: None
-    # A process that is spawned imports torch and DeepSpeed, for many times as long as it steps; and two ranks would share one core.
-    utils.mp = SimpleNamespace(get_context=lambda method: multiprocessing.get_context("fork"))
-    utils.SuperOffloadCPUOptimizer._set_cpu_affinity = lambda self, share: None
+    utils.mp = SimpleNamespace(get_context=lambda method: FORK)
+    utils.SuperOffloadCPUOptimizer._set_cpu_affinity = lambda self, share: None  # two ranks would share one core
     get_accelerator().current_stream = lambda: SimpleNamespace(synchronize=lambda: None)
     offload = {"device": "cpu", "super_offload": True, "cpuadam_cores_perc": 0.5, "pin_memory": False}
     engine = train(
@@ -89,6 +128,7 @@ def zenflow(lab: Lab, zero: dict[str, Any], **flow: Any) -> None:
     from deepspeed.runtime.zenflow import engine_stage3
 
     engine_stage3.torch = OnCpu()
+    multiprocessing.get_context = lambda method: FORK
     flow = {"topk_ratio": 0.2, "select_strategy": "step", "select_interval": 1000, "update_interval": 2, **flow}
     engine = lab.engine(optimizer=ADAM, zero={**zero, **OFFLOAD, "zenflow": flow}, gradient_clipping=0.0)
     for _ in range(8):
@@ -159,7 +199,7 @@ def test_muon(tmp_path: Path, cases: list[str]) -> None:
         assert all(set(rank["phases"][1]["differences"]) == {DIFFERENCE} for rank in run), case
 
 
-@pytest.mark.full(reason="DeepSpeed compiles its Adam")
+@pytest.mark.full(reason="two cases over two backends")
 def test_super_offload(tmp_path: Path) -> None:
     """Its shards change in its steps alone: gathers have versions, with agreements or with agreed sizes."""
     for backend, runs in train_all(tmp_path, "super", "super clipped", on_streams=True):
@@ -170,7 +210,7 @@ def test_super_offload(tmp_path: Path) -> None:
                 assert calls(later, "zero_param")["agreement"] and set(later["differences"]) == {DIFFERENCE}, case
 
 
-@pytest.mark.full(reason="DeepSpeed compiles its Adam")
+@pytest.mark.full(reason="four cases")
 def test_zenflow(tmp_path: Path) -> None:
     """It changes parameters in backward passes: no versions, each gather proves its bases."""
     ((_, runs),) = train_all(tmp_path, *(name for name in CASES if name.startswith("zenflow")))
@@ -181,4 +221,5 @@ def test_zenflow(tmp_path: Path) -> None:
 
 
 if __name__ == "__main__":
+    own_adam()
     rank_program(CASES, os.environ.get("BACKEND") or None)

@@ -16,12 +16,14 @@ from typing import Any
 import pytest
 
 #: Files whose tests take longest, the longest first: more than half a minute. Workers get them first, as a long file
-#: that begins last leaves the other workers without work. Seconds of a run are in the list at its end.
+#: that begins last leaves the other worker without work. Seconds of a run are in the list at its end.
 LONG = (
+    "tests/integration/test_fsdp.py",
     "tests/gpu/test_gpu_steps.py",
     "benchmarks/tests/test_bench_train.py",
     "tests/integration/test_recipes.py",
     "tests/integration/test_engines_on_streams.py",
+    "tests/integration/test_engines_agreed.py",
     "tests/codec/test_cuda_sanitizers.py",
     "tests/codec/test_convergence.py",
     "tests/integration/test_moe.py",
