@@ -45,7 +45,7 @@ RUNS = {
 }
 #: ZeRO++ sends this share of the bytes between nodes: half of one gather, nothing of the other, a quarter of the sums.
 FEWER = 0.25
-#: Halvings of the interval in which the path is sought, in 1e9 bytes a second.
+#: Halvings of the interval in which the path is sought, in 1e9 bytes per second.
 _HALVINGS, _PATHS = 40, (1.0, 1e4)
 
 
@@ -62,7 +62,7 @@ class Cell(NamedTuple):
 
 
 class Fit(NamedTuple):
-    """The two fitted parameters: ``tflops`` of a GPU that computes, and ``path`` in 1e9 bytes a second."""
+    """The two fitted parameters: ``tflops`` of a GPU that computes, and ``path`` in 1e9 bytes per second."""
 
     tflops: float
     path: float

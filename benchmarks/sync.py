@@ -1,12 +1,12 @@
-"""``bench sync``: bytes and speed of weight sync, beside pairs of index and value and beside XOR with zstd.
+"""``bench sync``: bytes and speed of weight sync, compared with pairs of index and value and with XOR and zstd.
 
 Every row sends bfloat16 weights, of which ``changed`` percent of the words moved by one unit since the message before, each word
-by itself. Columns (also the keys of the rows in ``--json``):
+independently. Columns (also the keys of the rows in ``--json``):
 
 * ``changed``: percent of the words. ``way``: "sync" is ``ds_zipccl.sync``; "pairs" has a u32 index and a u16 value for each changed word;
   "xor_zstd1" is XOR with the base and zstd at level 1.
 * ``ratio``: bytes of the weights / bytes of the message. ``times``: bytes of the message / bytes of sync's.
-* ``pack_gbps``, ``apply_gbps``: 1e9 bytes of weights a second, medians, on ``--threads`` threads, the copy of the base included. The
+* ``pack_gbps``, ``apply_gbps``: 1e9 bytes of weights per second, medians, on ``--threads`` threads, the copy of the base included. The
   schedules take turns. sync also hashes all words on both sides, and decodes twice, so that a message is applied whole or not at all;
   the others prove nothing.
 * ``pack_memcpy``, ``apply_memcpy``: the speeds / the speed of ``Tensor.copy_`` of the same weights.

@@ -41,7 +41,7 @@ _PLACES = (
 
 
 def _speed(name: str) -> float:
-    """Bytes a second each way that NCCL's collectives reach on a network of a node."""
+    """Bytes per second each way that NCCL's collectives reach on a network of a node."""
     found = network(name)
     return found.rate * found.reach
 

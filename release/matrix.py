@@ -29,7 +29,7 @@ DEEPSPEED = ("0.18.0", "0.18.9", "0.19.0", "0.19.8")
 PYTHON = ("3.10", "3.11", "3.12", "3.13", "3.14")
 #: The newest numpy that the other packages allow, and the last numpy 1.
 NUMPY = ("", "1.26.4")
-#: The environment of development: rows differ from it in one place each, but for the corners.
+#: The environment of development: rows differ from it in one place each, except for the corners.
 USUAL_PYTHON, USUAL_TORCH = "3.11", "2.13.0"
 
 #: Group -> its tests, which a file has for one group alone. Each trains plain and coded, or compares bits with a golden frame.

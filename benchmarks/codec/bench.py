@@ -1,4 +1,4 @@
-"""``bench codec``: ratio and speed of every codec on every route, beside memcpy and, with ``--peers``, other compressors.
+"""``bench codec``: ratio and speed of every codec on every route, compared with memcpy and, with ``--peers``, other compressors.
 
 Columns (also the keys of the rows in ``--json``):
 
@@ -7,7 +7,7 @@ Columns (also the keys of the rows in ``--json``):
 * ``ratio``: bytes of the tensor / bytes of its frame, header included.
 * ``entropy_ratio``: ratio of a code that sends sign and mantissa whole, and each exponent in as many bits as the entropy of all
   exponents of the tensor. Zeros, equal words, trailing zero bits and scales that differ within the tensor allow more.
-* ``encode_gbps``, ``decode_gbps``, ``memcpy_gbps``: 1e9 bytes of tensor a second, medians, on ``--threads`` threads. memcpy is
+* ``encode_gbps``, ``decode_gbps``, ``memcpy_gbps``: 1e9 bytes of tensor per second, medians, on ``--threads`` threads. memcpy is
   ``Tensor.copy_`` of the tensor's bytes. The three take turns.
 * ``encode_memcpy``, ``decode_memcpy``: the speeds / the memcpy speed of the same row. Quote these, of tensors that no cache holds
   (64 MiB: ``--numel 32M`` of bf16): they carry over to another machine better than GB/s do.
@@ -16,16 +16,16 @@ Columns (also the keys of the rows in ``--json``):
 The timed calls are ``compress`` and ``decompress`` with ``shaped=False, checksum=False`` and an ``out`` buffer, as on the wire. Peers
 take bytes and give bytes. The copy of their input and the check of their output are not timed.
 
-``--codec delta`` codes words against their base, of the data sets that have one, and has these columns beside:
+``--codec delta`` codes words against their base, of the data sets that have one, with these further columns:
 
 * ``changed``: share of the words that differ from their base. ``bound``: ratio of a code that knows how often each difference occurs,
-  and nothing else: its bits an element are the entropy of "changed or not" and, for the changed part, that of the difference. A code that
+  and nothing else: its bits per element are the entropy of "changed or not" and, for the changed part, that of the difference. A code that
   uses the base's exponents beats it where the differences depend on them.
 * ``in_place_gbps``, ``in_place_memcpy``: decoding to the base's own memory, as collectives do.
 * Its ``--peers`` are ``xor_zstd1``, zstd level 1 of words XOR base, and ``pairs``, the place (u32) and the word of each change.
 
 ``--codec rows`` codes rows of ``--width`` elements, of which some repeat earlier rows or are scaled copies, as the row frames of a
-segment in fragments as on the wire, and has these columns beside:
+segment in fragments as on the wire, with these further columns:
 
 * ``fragments``: frames of the segment. A fragment without such rows is an ordinary frame.
 * ``plain_ratio``, ``plain_encode_gbps``, ``plain_decode_gbps``: all fragments as ordinary frames (cascade). ``encode_plain``,
@@ -33,7 +33,7 @@ segment in fragments as on the wire, and has these columns beside:
   the bench says which rows they may be copies of, as a sender remembers it from an earlier message.
 
 Lossy codecs are named with their settings, ``--codec round:3 taco_fp8 int:6:64 zfp:rate=8``: a name, then settings in the order of the
-list below, or as ``setting=value``. Lossless codecs beside them are the comparison. Their table has these columns beside:
+list below, or as ``setting=value``. Lossless codecs in the same call are the comparison. The table has these further columns:
 
 * ``bits``: bits of the frame / elements. ``ratio`` as above.
 * ``error``: relative L2 error of the finite values. ``small_error``: mean relative error of the values that are not zero and below a
@@ -187,7 +187,7 @@ def _show(args: argparse.Namespace, columns: tuple[Column, ...], measured: Itera
 
 
 def _package(peer: str) -> str:
-    """Name of a peer's package for pip; "" if it is part of Python or of ours."""
+    """Name of a peer's package for pip; "" if it is part of Python or of ds_zipccl."""
     return peers.PEERS[peer].package if peer in peers.PEERS else peers.DIFFERENCE_PACKAGES.get(peer, "")
 
 

@@ -1,11 +1,11 @@
-"""``bench codec --device cuda``: the CUDA kernels at message sizes, beside a copy and nvCOMP.
+"""``bench codec --device cuda``: the CUDA kernels at message sizes, compared with a copy and nvCOMP.
 
 Columns (also the keys of the rows in ``--json``):
 
 * ``route``: native (nvcc), cupy, or "peer". ``codec``, ``dtype``, ``mib``: codec, and dtype and size of the tensor.
 * ``block``: elements of a block. ``offset``: bytes from a multiple of 16 to the first word.
 * ``ratio``: bytes of the tensor / bytes of its frame.
-* ``encode_gbps``, ``decode_gbps``: 1e9 bytes of tensor a second; ``copy_gbps``: of a device-to-device copy of the tensor in the same run.
+* ``encode_gbps``, ``decode_gbps``: 1e9 bytes of tensor per second; ``copy_gbps``: of a device-to-device copy of the tensor in the same run.
 * ``encode_moved``, ``decode_moved``: bytes that must be read and written per second / bytes that the copy reads and writes per second.
 * ``sum_moved``: the same for the sum of eight frames into one tensor: eight frames read, one tensor written.
 * ``pair_us``: one encode and one decode, from the call to their end on the device, launched from Python.
@@ -220,7 +220,7 @@ class NvcompCoder:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Run ``bench codec --device cuda``; 1 if any element came back wrong or a row of ours failed, 3 if only a floor was missed, else 0."""
+    """Run ``bench codec --device cuda``; 1 if an element is wrong or a row of ds_zipccl failed, 3 if only a floor was missed, else 0."""
     import torch
 
     if not torch.cuda.is_available():

@@ -130,7 +130,7 @@ def _array(tensor: torch.Tensor) -> Any:
 def bound(words: torch.Tensor, base: torch.Tensor) -> float | None:
     """Ratio of a code that knows how often each difference D (FORMAT.md 2.3) occurs, and nothing else; None if no word differs.
 
-    Its bits an element are the entropy of D: that of "changed or not", and for the changed part the entropy of D among the changed words.
+    Its bits per element are the entropy of D: that of "changed or not", and for the changed part the entropy of D among the changed words.
     """
     import numpy as np
 

@@ -1,7 +1,7 @@
 """Floors of ``bench codec --device cuda --floors``: figures that a GPU must reach. A missed floor is slow, and no wrong bit: status 3.
 
-Rates in bytes a second are for an H100 and an H200 as modules (SXM), whose multiprocessors are the same. They come from the instructions of
-an element: 25 (cascade, encode) of which three quarters go to the integer pipe, half as wide as the issue rate, give 1,450 to 1,660 GB/s;
+Rates in bytes per second are for an H100 and an H200 as modules (SXM), whose multiprocessors are equal. They come from the instructions per
+element: 25 (cascade, encode) of which three quarters go to the integer pipe, half as wide as the issue rate, give 1,450 to 1,660 GB/s;
 barriers, look-back and half an occupancy leave two thirds. An H200 has 1,210 to 1,260 and 1,180 to 1,230 GB/s. Ratios to a figure of the
 same run are for every GPU: the words of eight frames are decoded for their sum as fast as those of one frame; an H200 has 0.99.
 """
@@ -83,7 +83,7 @@ def _quotient(
 
 
 def _sum_rate(rows: Rows) -> float | None:
-    """Words a second of a sum of eight frames / those of a decoder. Both moved bytes: eight frames and a tensor, a frame and a tensor."""
+    """Words per second of a sum of eight frames / those of a decoder. Both moved bytes: eight frames and a tensor, a frame and a tensor."""
     moved, ratio = (
         _quotient(_figure("cascade", BIG, "sum_moved"), _figure("cascade", BIG, "decode_moved"))(rows),
         _figure("cascade", BIG, "ratio")(rows),

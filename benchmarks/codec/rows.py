@@ -1,4 +1,4 @@
-"""Row frames in ``bench codec --codec rows``, beside the ordinary frames of the same fragments and memcpy."""
+"""Row frames in ``bench codec --codec rows``, compared with ordinary frames of the same fragments and memcpy."""
 
 from __future__ import annotations
 

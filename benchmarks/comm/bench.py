@@ -8,7 +8,7 @@ Columns (also the keys of the rows in ``--json``):
 * ``variant``: ``plain``: the collective of torch.distributed. ``raw``: our schedule with the codec raw. ``coded``: our
   schedule, compressed. ``auto``: the fastest of these three, which calls before the timed ones find out.
 * ``time_us``: median over the repeats of the slowest rank's time, in microseconds. The variants take turns.
-* ``algbw``, ``busbw``: algorithm and bus bandwidth as in nccl-tests, in GB/s (1e9 bytes a second). algbw is the size of the whole
+* ``algbw``, ``busbw``: algorithm and bus bandwidth as in nccl-tests, in GB/s (1e9 bytes per second). algbw is the size of the whole
   tensor / ``time_us``. busbw is algbw x (n-1)/n for all_gather, reduce_scatter and all_to_all, x 2(n-1)/n for all_reduce, x 1 for
   broadcast, with n ranks. Both count logical bytes: a coded row can show more than the link carries.
 * ``logical_bytes``: bytes that a rank sends under a bandwidth-optimal schedule without compression.
@@ -21,7 +21,7 @@ Columns (also the keys of the rows in ``--json``):
 ``--backend nccl`` takes CUDA tensors and NCCL groups. A rank has the GPU of its number; where there are more ranks than GPUs, ranks share
 them, over sockets, with variables of NCCL that the output names: right results, and times that say nothing about a network. With ``--link``
 all ranks talk over sockets and the shaped network, also where GPUs could reach each other. ``--op all`` is
-the operations that have a schedule of ours there, and ``auto`` is not a variant. The differences in the columns:
+the operations that ds_zipccl has a schedule for there, and ``auto`` is not a variant. The differences in the columns:
 
 * ``time_us``: a measurement is the mean of ``--iterations`` calls in stream order, by events of the device. The host does not wait between
   the calls, unless a call itself waits.

@@ -46,7 +46,7 @@ def elements(numel: int, share: Callable[[int], float], ranks: int) -> int:
 
 
 def bandwidths(op: str, nbytes: int, ranks: int, seconds: float) -> dict[str, float]:
-    """``algbw`` and ``busbw`` in 1e9 bytes a second, as nccl-tests defines them.
+    """``algbw`` and ``busbw`` in 1e9 bytes per second, as nccl-tests defines them.
 
     Args:
         nbytes: bytes of the whole tensor.
@@ -65,7 +65,7 @@ def check(args: argparse.Namespace) -> None:
     if args.repeats < 1 or args.timeout <= 0:
         raise ToolError(f"--repeats must be at least 1 and --timeout above 0, got {args.repeats} and {args.timeout:g}")
     if min(args.ranks) < 2:
-        raise ToolError(f"--ranks must be at least 2, got {min(args.ranks)}: one rank has nobody to send to")
+        raise ToolError(f"--ranks must be at least 2, got {min(args.ranks)}: one rank has no peer to send to")
     if min(args.numel) < max(args.ranks):
         raise ToolError(f"--numel must be at least the number of ranks, got {min(args.numel)} for {max(args.ranks)}")
     link.check(args.link, args.ranks, args.nodes)

@@ -52,7 +52,7 @@ class Backend:
         return {**SHARED_GPU, HOST_ID: f"rank{rank}"} | ({SOCKETS: INTERFACE} if linked else {})
 
     def codes(self, kind: str) -> bool:
-        """Whether some operation of a kind of :data:`ds_zipccl.ops.TRAFFIC` has a schedule of ours here."""
+        """Whether some operation of a kind of :data:`ds_zipccl.ops.TRAFFIC` has a schedule of ds_zipccl here."""
         return not self.streams or any(op.on_device for op in OPS.values() if op.traffic == kind)
 
     def about(self, ranks: int, linked: bool = False) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from ds_zipccl.cli import ToolError
 
 LOOPBACK = "loopback"
-MIN_RATE = 1e5  # bits a second
+MIN_RATE = 1e5  # bits per second
 MAX_DELAY_US = 2_000_000
 MAX_LOSS = 20.0  # percent
 _RATE_UNITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
@@ -27,7 +27,7 @@ _EXAMPLES = "write RATE[,DELAY[~JITTER]][,LOSS]: 200mbit, 2.5gbit, 1gbit,20ms, 1
 class LinkSpec:
     """One value of ``--link``; ``str()`` gives the text that the user typed.
 
-    ``rate``: bits a second. ``delay_us``: microseconds from one node to another, half of a round trip. ``jitter_us``: how much a
+    ``rate``: bits per second. ``delay_us``: microseconds from one node to another, half of a round trip. ``jitter_us``: how much a
     packet's delay may differ from it, either way. ``loss``: percent of the packets that get lost.
     """
 

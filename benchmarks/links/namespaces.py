@@ -31,7 +31,7 @@ T = TypeVar("T")
 #: Name of a node's interface inside its namespace.
 INTERFACE = "zip0"
 MAX_NODES = 200
-#: Bits a second from which on tc's 32-bit field of bytes a second overflows.
+#: Bits per second from which on tc's 32-bit field of bytes per second overflows.
 MAX_SHAPED_RATE = 8.0 * (1 << 32)
 _PREFIX = "zc"
 _BURST_S = 0.002  # seconds of the rate that may pass at once; a token bucket needs some

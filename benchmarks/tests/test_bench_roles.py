@@ -112,7 +112,7 @@ def test_variants_with_settings_of_their_own() -> None:
 
 
 def test_lossy_runs_are_compared_with_each_other() -> None:
-    """All of ours where a role is lossy; a variant that changes values with itself alone."""
+    """All coded runs where a role is lossy; a variant that changes values with itself alone."""
     training = Training(LOSSY_EXAMPLE, "tp", ranks=2, steps=3)
     off = {"losses": [value.hex() for value in (2.0, 1.25, 1.25)], "params_sha256": "lossy"}
     runs = {"plain": [results(sent=None)], "raw": [results(**off)], "coded": [results(**off)]}

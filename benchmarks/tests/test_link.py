@@ -130,7 +130,7 @@ def test_ranks_are_placed_in_blocks() -> None:
 
 @pytest.mark.alone
 @needs_network
-@pytest.mark.full(reason="ten seconds with nobody beside; test_cost_model.py measures a shaped link")
+@pytest.mark.full(reason="ten seconds on an idle machine; test_cost_model.py measures a shaped link")
 def test_collectives_take_as_long_as_the_link_needs(tmp_path: Path) -> None:
     """Inside a node they take a few milliseconds: its ranks do not use the link."""
     words = "bench comm --link 200mbit --op all_to_all --numel 2M --repeats 3 --ranks"
@@ -319,7 +319,7 @@ def test_links(text: str, wanted: tuple[float, ...]) -> None:
     ("statuses", "found"), [((0, 0), 0), ((0, 3), 3), ((2, 3), 2), ((None, 3), 3), ((None, 0), None)]
 )
 def test_the_first_status_of_ranks(statuses: tuple[int | None, ...], found: int | None) -> None:
-    """None stands for a process that runs: nobody waits for it once another one has failed, or after the timeout."""
+    """None stands for a process that runs: it is not waited for once another one has failed, or after the timeout."""
     ranks: Any = [SimpleNamespace(poll=lambda one=one: one, returncode=one) for one in statuses]
     begun = time.monotonic()
     assert namespaces.first_status(ranks, 0.5 if found is None else 60) == found

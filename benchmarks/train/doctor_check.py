@@ -1,4 +1,4 @@
-"""``doctor --check``: predictions for the workloads of ``bench train`` beside trainings, on the same shaped links.
+"""``doctor --check``: predictions for the workloads of ``bench train``, compared with trainings on the same shaped links.
 
 Rows: ``workload``, ``link``; ``comm``, ``step``: measured factors, plain / coded; ``comm_predicted``, ``step_predicted``; ``comm_off``,
 ``step_off``: predicted / measured. ``comm`` is the factor of ``exchange_ms`` of ``bench train``: the prediction knows no late ranks either.

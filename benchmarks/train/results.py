@@ -15,7 +15,7 @@ from ds_zipccl.cli.step_logs import EXPERTS
 #: End of the keys of a result that are hashes.
 HASH = "_sha256"
 _HASHED = {"params_sha256": "parameters", "adapters_sha256": "adapters", "merged_sha256": "merged weights"}
-#: DeepSpeed's ZeRO++, beside :data:`variants.VARIANTS`: lossy, so that its bits are not compared.
+#: DeepSpeed's ZeRO++, in addition to :data:`variants.VARIANTS`: lossy, so that its bits are not compared.
 ZEROPP = "zeropp"
 
 Runs = Mapping[str, list[Results]]  # variant -> its runs, plain first
@@ -159,7 +159,7 @@ def problems(runs: Runs, same_sums: bool = True) -> list[str]:
     """Everything wrong with the runs of one configuration; empty if nothing is.
 
     Args:
-        same_sums: whether the order of our sums is that of the plain ones. Otherwise our runs are compared with the first of ours, and
+        same_sums: whether the order of our sums is that of the plain ones. Otherwise our runs are compared with the first one of them, and
             plain runs with the first plain one. A variant that changes values is always compared with its own first run.
     """
     found = []

@@ -44,7 +44,7 @@ class LinkProfile:
     """The speeds of the slowest rank of a group.
 
     ``transfer``: points (bytes, seconds), both rising, of an exchange in which every rank sends ``bytes`` to the next rank and receives
-    ``bytes`` from the previous rank at the same time. Speeds are logical bytes of bf16 a second on one thread: ``encode``, compress;
+    ``bytes`` from the previous rank at the same time. Speeds are logical bytes of bf16 per second on one thread: ``encode``, compress;
     ``decode``, decompress; ``add``, decompress a frame and add its values; ``copy``, put a tensor into a raw frame or take it out;
     ``add_raw``, add a raw frame. ``call``: seconds of one of our operations, in addition, for any size. ``one_way``: seconds of a message
     in one direction, as a part of those of an exchange; on a link inside a machine both directions share the memory.
@@ -80,7 +80,7 @@ class LinkProfile:
 
     @property
     def bandwidth(self) -> float:
-        """Bytes a second of large messages."""
+        """Bytes per second of large messages."""
         return slope(self.transfer)
 
     def seconds(self, nbytes: float) -> float:
@@ -125,8 +125,8 @@ class LinkProfile:
 
 
 def slope(points: Sequence[tuple[float, float]]) -> float:
-    """Return bytes a second of large messages, from points (bytes, seconds): the slope between the last two, or with its delay that of the
-    last point."""
+    """Return bytes per second of large messages, from points (bytes, seconds): the slope between the last two, or that of the last
+    point with its delay."""
     (bytes0, seconds0), (bytes1, seconds1) = ((0.0, 0.0), *points)[-2:]
     return (bytes1 - bytes0) / (seconds1 - seconds0) if seconds1 > seconds0 else bytes1 / seconds1
 
@@ -349,11 +349,11 @@ GATHER, SUM, ALL_TO_ALL = "gather", "sum", "all_to_all"
 RATIO = {GATHER: 1.46, SUM: 1.42, ALL_TO_ALL: 1.46}
 #: Part of the nominal speed of a network card that a collective reaches (seed): over RDMA, and over TCP.
 RDMA_REACH, TCP_REACH = 0.95, 0.85
-#: Bytes a second of a rank inside its node (seed: NVLink of an H100, 370 of 450 GB/s, nccl#1374; a PCIe switch).
+#: Bytes per second of a rank inside its node (seed: NVLink of an H100, 370 of 450 GB/s, nccl#1374; a PCIe switch).
 NVLINK, PCIE = 370e9, 22e9
-#: Bytes a second that a device reads from host memory while the other devices of its node do so too (seed: PCIe 5; measured at the start).
+#: Bytes per second that a device reads from host memory while all devices of its node do so (seed: PCIe 5; measured at the start).
 HOST_BUS = 50e9
-#: Bytes of words a second of the codec (seed: the goal of the kernels on an H100; measured at the start of a job).
+#: Bytes of words per second of the codec (seed: the goal of the kernels on an H100; measured at the start of a job).
 CODEC = 1e12
 #: Seconds (seed): the host for each collective of a schedule, with its kernels; an agreement on sizes, for which the host waits; an
 #: exchange of up to EXCHANGED ranks, for its messages.
@@ -375,7 +375,7 @@ GAINING, SUMS_GAINING = 1.05, 1.3
 DOUBTS, CODEC_DOUBT = ((0.5, 0.7), (0.5, 1.4), (2.0, 0.7), (2.0, 1.4)), 0.7
 #: Bytes of the sums that must gain (seed: buckets of DeepSpeed that are set to "auto" in a model of 7B, and those of its default).
 SUMS_BYTES = (64e6, NOMINAL_BYTES, 1e9)
-#: Bytes a second of a node's network cards above which moves are plain (seed: between 8 x 200 Gbit/s, where gathers gain, and 8 x 400
+#: Bytes per second of a node's network cards above which moves are plain (seed: between 8 x 200 Gbit/s, where gathers gain, and 8 x 400
 #: Gbit/s, where decoding takes as much of the computing as the shorter gathers give).
 FAST_NODE = 250e9
 #: An exchange must gain this many agreements on sizes (seed: computing waits for the experts, and the host for the agreement).
@@ -411,7 +411,7 @@ class Topology:
 
 @dataclass(frozen=True)
 class DeviceProfile:
-    """The speeds of the slowest rank of a group, in bytes a second, and its delays in seconds.
+    """The speeds of the slowest rank of a group, in bytes per second, and its delays in seconds.
 
     ``network``: all network cards of a node together, each way. ``inside``: one rank, to the ranks of its node. ``encode``, ``decode``:
     words of one rank. ``bus``: see :data:`HOST_BUS`. ``launch``, ``agreement``, ``exchange``: see :data:`LAUNCH_S`. ``hop``, ``step``: see

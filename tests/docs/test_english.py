@@ -18,7 +18,16 @@ PHRASES = {
     r"\b[Nn]obody\b|\blooks? again\b": "the subject that acts: reports are asynchronous",
     r"^#+ (The (net|proof|door)|Owners)\b|\*\*(The (net|proof)|Owners)\.": "the words that a reader searches for",
 }
-FILES = ("*.md", "docs/*.md", "docs/*.py", "ds_zipccl/**/*.py", "ds_zipccl/*.md")
+FILES = (
+    "*.md",
+    "docs/*.md",
+    "docs/*.py",
+    "ds_zipccl/**/*.py",
+    "benchmarks/**/*.py",
+    "examples/**/*.py",
+    "release/*.py",
+    "ds_zipccl/*.md",
+)
 
 
 def prose(path: Path) -> str:

@@ -80,7 +80,7 @@ FLOPS = 8.0
 class Computing:
     """The computing of one GPU.
 
-    ``tflops``: 1e12 operations a second that the GPU reaches while it computes. ``tokens``: those of one GPU in a micro-batch. ``flops``:
+    ``tflops``: 1e12 operations per second that the GPU reaches while it computes. ``tokens``: those of one GPU in a micro-batch. ``flops``:
     operations for a parameter and a token. ``overlap``: share of the computing, 0 to 1, during which communication goes on.
     """
 
@@ -144,13 +144,13 @@ WHOLE_COLUMNS = (
 #: Option of ``plan`` on NCCL groups -> its type, its default, its placeholder and its meaning.
 OPTIONS: dict[str, tuple[Any, Any, str, str]] = {
     "path": (
-        float, math.inf, "GBPS", "1e9 bytes a second between network cards and GPUs of a node, which bytes pass in turn (no limit)"
+        float, math.inf, "GBPS", "1e9 bytes per second between network cards and GPUs of a node, which bytes pass in turn (no limit)"
     ),
     "hop": (
         float, None, "US", f"microseconds that a collective takes more for every further node ({1e6 * HOP_S:g}, and {1e6 * STEP_S:g} for "
         "every further GPU of a node)"
     ),
-    "tflops": (tables.positive, None, "T", "1e12 operations a second of a GPU that computes: adds the time of the whole step"),
+    "tflops": (tables.positive, None, "T", "1e12 operations per second of a GPU that computes: adds the time of the whole step"),
     "tokens": (tables.count(1e9), None, "K", "tokens of a GPU in a micro-batch; goes with --tflops"),
     "flops": (tables.positive, FLOPS, "F", f"operations for a parameter and a token ({FLOPS:g}; 6 where activations are kept)"),
     "overlap": (float, 0.0, "S", "share of the computing that hides communication (0)"),

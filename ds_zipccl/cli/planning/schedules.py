@@ -160,9 +160,9 @@ class HostSchedules:
 
 # ---- devices, NCCL -----------------------------------------------------------------------------------
 
-#: Bytes a second that the hashes of a base read (seed: each word once, at the speed of an H100's memory).
+#: Bytes per second that the hashes of a base read (seed: each word once, at the speed of an H100's memory).
 HASH = 4e12
-#: Bytes a second of a copy on a GPU (seed: reads and writes of an H100's memory).
+#: Bytes per second of a copy on a GPU (seed: reads and writes of an H100's memory).
 COPY = HASH / 2
 #: Speed of the codec with a base, in parts of its speed without (seed: by the bytes of memory that it moves, 4.3 and 3.4 a bf16 word).
 BASE_SPEED = 0.79

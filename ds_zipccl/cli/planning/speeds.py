@@ -31,9 +31,9 @@ NETWORKS = (
     "8x400gbit/node", "8x200gbit/node", "8x100gbit/node", "400gbit/node", "200gbit/node", "100gbit/node", "25gbit-tcp/node",
     "10gbit-tcp/node",
 )  # fmt: skip
-#: Unit of a rate -> bytes a second.
+#: Unit of a rate -> bytes per second.
 _BYTES = {"mbit": 1e6 / 8, "gbit": 1e9 / 8}
-#: Names of ``--gpu-profile`` -> bytes of words a second that are assumed for encoding and for decoding.
+#: Names of ``--gpu-profile`` -> bytes of words per second that are assumed for encoding and for decoding.
 ASSUMED = {"assumed-0.5": 0.5e12, "assumed-1.0": cost_model.CODEC, "assumed-1.5": 1.5e12}
 #: Measured figures of a checkout; they take the place of assumed ones.
 MEASURED = Path(__file__).parents[3] / "docs" / "results" / "cuda.json"
@@ -98,7 +98,7 @@ def measured(dtype: str) -> Speeds:
 
 
 def measured_differences() -> tuple[float, float]:
-    """Bytes a second that one thread of this machine encodes and decodes against a base, hashes included; takes about 0.1 s."""
+    """Bytes per second that one thread of this machine encodes and decodes against a base, hashes included; takes about 0.1 s."""
     from ds_zipccl.comm.engine import calibration
 
     before, after = _step(_NUMEL // 2, "bfloat16")
@@ -107,7 +107,7 @@ def measured_differences() -> tuple[float, float]:
 
 
 def measured_copies() -> tuple[float, float]:
-    """Bytes a second that one thread of this machine copies out of a base into new memory, and compares with it; takes about 0.1 s."""
+    """Bytes per second that one thread of this machine copies out of a base into new memory, and compares with it; takes about 0.1 s."""
     from ds_zipccl.comm.engine import calibration, same_words
 
     base, _ = _step(2 * _NUMEL, "bfloat16")
@@ -147,7 +147,7 @@ def normal_ratio(dtype: str) -> float:
 
 
 class Network(NamedTuple):
-    """A network as the user typed it: ``rate``, bytes a second each way of ``whose``, a "node" with all of its network cards or a "gpu";
+    """A network as the user typed it: ``rate``, bytes per second each way of ``whose``, a "node" with all of its network cards or a "gpu";
     ``reach``: part of it that NCCL's collectives reach."""
 
     text: str
@@ -156,7 +156,7 @@ class Network(NamedTuple):
     reach: float
 
     def of_node(self, gpus_per_node: int) -> float:
-        """Bytes a second each way of a node."""
+        """Bytes per second each way of a node."""
         return self.rate * (gpus_per_node if self.whose == "gpu" else 1)
 
     def points(self, gpus_per_node: int, latency: float) -> Points:
@@ -166,7 +166,7 @@ class Network(NamedTuple):
 
 
 class DeviceCodec(NamedTuple):
-    """Bytes of words a second of one GPU, and their source for the user."""
+    """Bytes of words per second of one GPU, and their source for the user."""
 
     encode: float
     decode: float
@@ -207,6 +207,6 @@ def device_codec(name: str | None, dtype: str) -> DeviceCodec:
 
 
 def behind(network: float, path: float) -> float:
-    """Return the bytes a second of a node whose bytes pass ``network``, then ``path`` between the network cards and the GPUs, and not both
+    """Return the bytes per second of a node whose bytes pass ``network``, then ``path`` between the network cards and the GPUs, never both
     at once. An infinite ``path`` costs nothing."""
     return 1 / (1 / network + 1 / path)
