@@ -61,7 +61,8 @@ def provenance(content: dict[str, Any]) -> str:
     versions = ", ".join(f"{name} {version}" for name, version in content["versions"].items())
     where = f"{device}{machine['processor']}, {count}{gigabytes}, {machine['system']}"
     made = f"{content.get('made', 'Measured')} on {content['date']}"
-    commit = f" Commit: {content['commit']}." if "sources" in content else ""  # written by `make results`
+    older = " Older than the newest sources: the file does not name its commit."
+    commit = f" Commit: {content['commit']}." if "commit" in content else older  # written by `make results`
     return f"{made}. Machine: {where}. Versions: {versions}.{commit}\n\n```sh\n{content['command']}\n```"
 
 
