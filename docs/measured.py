@@ -251,7 +251,7 @@ def gpu(page: Path) -> str:
         return "Not run yet."
     content = results("gpu")
     rows = (
-        (row["step"], row["outcome"], f"{row['seconds']:.0f}", row["commit"][:7], row.get("reason", ""))
+        (row["step"], row["outcome"], f"{row['seconds']:.0f}", row.get("commit", "")[:7], row.get("reason", ""))
         for row in content["rows"]
     )
     parts = [

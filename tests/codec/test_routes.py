@@ -51,7 +51,7 @@ def test_frames_of_a_config_take_the_preferred_route(monkeypatch: pytest.MonkeyP
             block, route = 1024, "cupy"
 
         codec, staging, device, rounding, op, role = "cascade", None, "cpu", None, "send", "pp"
-        state = SimpleNamespace(backoff=lambda *kind: None)
+        state, refusing = SimpleNamespace(backoff=lambda *kind: None), None
 
     assert frames.FrameCoder(Context).route == "auto"  # type: ignore[arg-type]
     Context.device = "cuda"

@@ -247,7 +247,7 @@ def test_the_table_of_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     figures.write(folder / "gpu.json", gpu.summary(results, planned, "make gpu"))
     text = measured.gpu(tmp_path)
     assert "NVIDIA H200" in text and "torch 2.11.0" in text and "Outcome: failed." in text
-    assert "| machine | passed | 3 |  |" in text and "| bench | failed | 2 | status 1 |" in text
+    assert "| machine | passed | 3 |  |" in text and "| bench | failed | 2 |  | status 1 |" in text
     assert "over NCCL" not in text
     place = {"ranks": 2, "variant": "coded", "host_waits": 1.0}
     of_comm = place | {"op": "all_gather", "numel": 4096, "time_us": 71.4, "ratio": 1.4, "wrong": 0}

@@ -264,7 +264,7 @@ def may_copy(rank: int, ranks: int, based: int, base: str) -> PassReason | None:
     agreed = [
         SimpleNamespace(numel=1 << 20, slot=lambda has=number < based: object() if has else None) for number in range(2)
     ]
-    options = SimpleNamespace(config=ZipcclConfig(enabled=True, **AUTO, zero3_base=base), role="zero_param")
+    options = SimpleNamespace(config=ZipcclConfig(enabled=True, **AUTO, zero3_base=base), role="zero_param", lossy=None)
     request = SimpleNamespace(
         op="all_gather_into_tensor", tensor=torch.empty(0, device=f"cuda:{rank}"), group=None, options=options, agreed=agreed,
         sum=SimpleNamespace(op=None), numel=2 << 20, nbytes=lambda: 8 << 20,
