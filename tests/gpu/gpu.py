@@ -373,11 +373,12 @@ def main(words: Sequence[str] | None = None) -> int:
     (out / "gpu.log").write_text("")
     made = ["make", "gpu", f"OUT={args.out}", *(["FIRST=1"] if args.first else [])]
     command = shlex.join([sys.executable, *sys.argv] if args.only else made)
+    named = commit()
     with tempfile.TemporaryDirectory(prefix="ds_zipccl-scratch-") as scratch:
 
         def save(results: Sequence[Result]) -> None:
             for result in results:
-                result.commit = commit()
+                result.commit = named
             figures.write(out / "gpu.json", summary(results, planned, command, kept))
 
         save([])
