@@ -53,6 +53,7 @@ def main() -> None:
     accelerator.unwrap_model(model).save_pretrained(
         options.out, is_main_process=accelerator.is_main_process, state_dict=weights
     )
+    accelerator.end_training()
 
 
 if __name__ == "__main__":

@@ -55,6 +55,7 @@ def main() -> None:
     trainer = Trainer(model=model, args=training, train_dataset=data)
     trainer.train()
     trainer.save_model()
+    trainer.accelerator.end_training()  # ends the process group: a rank that leaves it open may abort at exit
 
 
 if __name__ == "__main__":

@@ -81,6 +81,7 @@ def main() -> None:
         trainer = SFTTrainer(train_dataset=Dataset.from_list([{"text": line} for line in lines]), **given)
     trainer.train()
     trainer.save_model()
+    trainer.accelerator.end_training()  # ends the process group: a rank that leaves it open may abort at exit
 
 
 if __name__ == "__main__":
