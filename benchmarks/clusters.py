@@ -1,6 +1,6 @@
-"""``plan --clusters``: the model of whole steps against step times that others measured on their clusters and published.
+"""``plan --clusters``: the model of whole steps compared with published step times of other clusters.
 
-A step of ZeRO-3 moves 6 bytes of every 16-bit parameter into every node, and computes F operations for every parameter and token of a GPU.
+A step of ZeRO-3 moves 6 bytes per 16-bit parameter into every node, and computes F operations per parameter and token of a GPU.
 So its rate T for K tokens follows 1/T = 1/P + 6 / (F K B), where a GPU computes at the rate P and a node receives at the rate B. The model
 has two fitted parameters. P comes from pairs of runs with the same network and different tokens, in which B cancels. The other parameter
 is the path L between network cards and GPUs: 1/B = 1/L + 1/(rate of the node's network cards). It is set so that the greatest

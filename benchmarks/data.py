@@ -209,7 +209,7 @@ _STEPS = 12  # of AdamW: enough for its means to forget their start
 #: Every data set of words and their base, by name.
 PAIRS: dict[str, PairSet] = {
     "changed": PairSet(
-        "weights (Gaussian, deviation 0.02); P percent of them, each by itself, changed by a unit in the last place, 1.5% of those by two",
+        "weights (Gaussian, deviation 0.02); P percent of them, independently, changed by a unit in the last place, 1.5% of those by two",
         "P%", _changed, (0.0, 0.1, 1.0, 3.0, 5.0, 10.0, 20.0, 60.0),
     ),
     "adamw": PairSet(

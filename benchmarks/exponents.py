@@ -77,7 +77,7 @@ def exponent_blocks(tensor: torch.Tensor, block: int) -> Iterator[np.ndarray]:
 
 
 def entropy(counts: np.ndarray) -> np.ndarray:
-    """Entropy in bits a symbol of histograms in the last dimension."""
+    """Entropy in bits per symbol of histograms in the last dimension."""
     total = counts.sum(axis=-1, keepdims=True)
     shares = counts / np.maximum(total, 1)
     logs = np.log2(shares, out=np.zeros_like(shares), where=shares > 0)

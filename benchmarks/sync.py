@@ -108,7 +108,7 @@ def main(args: argparse.Namespace) -> int:
 
 
 class Schedule(Protocol):
-    """A schedule to send a state to a receiver that has the one before. ``begin``: both sides have the state."""
+    """A schedule that sends a state to a receiver that holds the previous state. ``begin``: both sides have the state."""
 
     def begin(self, state: State) -> None: ...
     def pack(self, state: State) -> Any: ...
@@ -119,7 +119,7 @@ class Schedule(Protocol):
 
 
 class Ours:
-    """``ds_zipccl.sync``: with the hash of every word, and a receiver that changes after all of it is proven."""
+    """``ds_zipccl.sync``: with a hash of all words: the receiver keeps its state until the whole message is proven."""
 
     def begin(self, state: State) -> None:
         from ds_zipccl.sync import Receiver, Sender
@@ -230,7 +230,7 @@ def weights(mib: int) -> State:
 
 
 def stepped(state: State, changed: float) -> State:
-    """The state with this part of all words one unit up or down, each word by itself."""
+    """The state with this part of all words one unit up or down, each word independently."""
     import torch
 
     found = {}

@@ -1,4 +1,4 @@
-"""What a step of ZeRO-3, or of experts, asks of NCCL groups, counted: ``python -m ds_zipccl.benchmarks.comm.counted --json PATH``.
+"""Collectives, host waits and bytes of a step of ZeRO-3, or of experts, on NCCL groups, counted.
 
 Rank 0 of each topology runs the schedules of the package on a group without peers: collectives and kernels only count, and memory is
 reserved, never touched. Every rank of a topology runs the same schedules, so that rank 0 stands for all. Sizes of frames follow from the

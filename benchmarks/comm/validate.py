@@ -1,4 +1,4 @@
-"""``plan --validate``: predictions of the cost model beside measurements of ``bench comm``, in the same processes.
+"""``plan --validate``: predictions of the cost model compared with measurements of ``bench comm``, in the same processes.
 
 Columns (also the keys of the rows in ``--json``, whose ``profiles`` have the measurements of link and codec):
 

@@ -1,4 +1,4 @@
-"""``make simai SIMAI=DIR``: the plain collectives of ``plan`` beside the analytical mode of a simulator, SimAI, on ten steps.
+"""``make simai SIMAI=DIR``: the plain collectives of ``plan`` compared with the analytical mode of a simulator, SimAI, on ten steps.
 
 DIR is a checkout of github.com/aliyun/SimAI. Its file ``calbusbw.cc`` is compiled as it is. A collective takes S (n-1)/n bytes at the bus
 bandwidth, an all-reduce twice that (the definition of nccl-tests). Both models get the same rates, so that only the models differ.
@@ -84,8 +84,8 @@ def built(checkout: Path, folder: Path) -> list[str]:
 
 
 def hop(checkout: Path) -> float:
-    """Return the microseconds a further node that SimAI's table implies: the median over its rows up to :data:`MOST` and its columns from 4
-    nodes on. Its share r of the bandwidth B for S bytes on m nodes stands for S (n-1)/n / B (1/r - 1) / (m - 1) seconds."""
+    """Return the microseconds per further node that SimAI's table implies: the median over its rows up to :data:`MOST` and its columns from
+    4 nodes on. Its share r of the bandwidth B for S bytes on m nodes stands for S (n-1)/n / B (1/r - 1) / (m - 1) seconds."""
     with (checkout / SOURCES / "inputs" / "ratio" / "nic_ratio.csv").open() as file:
         rows = [row for row in csv.reader(file) if row[0].strip().isdigit()]
     found = [

@@ -54,9 +54,9 @@ or with other keys of the section (``fused_embedding=true``). Its runs are compa
 are from the plain ones. ``--set lossy=true roles='{"tp": {"codec": "round", "mantissa": 3}}'`` gives all our runs a lossy codec. The bits
 of ``raw``, ``coded`` and ``auto`` are then compared with each other, not with those of the plain run.
 
-``--backend nccl`` trains on GPUs with NCCL groups, coded from 64 KiB a message on. A rank has the GPU of its number; where there are more
-ranks than GPUs, ranks share them, over sockets, with variables of NCCL that the output names: right results, and times that say nothing
-about a network, unless ``--link`` shapes one between them. ``--set nccl=auto`` gives our runs the default of jobs. The column
+``--backend nccl`` trains on GPUs with NCCL groups, which code messages of at least 64 KiB. A rank has the GPU of its number; where there
+are more ranks than GPUs, ranks share them, over sockets, with variables of NCCL that the output names: right results, and times that say
+nothing about a network, unless ``--link`` shapes one between them. ``--set nccl=auto`` gives our runs the default of jobs. The column
 ``host_waits`` has the times that the host of a rank waits for its device in coded calls, per step (mean), and
 ``comm_ms`` the host's time in calls, during which the device works. NCCL promises no order of its additions: with more than two ranks our
 runs have ``reduction: fp32``, and their bits are compared with each other, not with the plain run's.
@@ -190,7 +190,7 @@ def _measure(training: Training, args: argparse.Namespace, lossy: bool) -> tuple
     """Rows and judgement of one configuration; a failed run is a problem in the judgement and gives no rows."""
     runs: dict[str, list[Results]] = {
         variant: []
-        for variant in dict.fromkeys(("plain", ZEROPP, *VARIANTS, *args.variants))  # what others do comes first
+        for variant in dict.fromkeys(("plain", ZEROPP, *VARIANTS, *args.variants))  # ZeRO++ and plain runs come first
         if variant in ("plain", *args.variants)
     }
     turns = list(runs) * args.repeat

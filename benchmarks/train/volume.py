@@ -1,5 +1,5 @@
 """Bytes of a training step in units of the model: M is what a rank sends when each of ``n`` ranks gives its part of all 16-bit words to the
-others once, 2 bytes x elements x (n - 1) / n. Plain ZeRO-3 sends 3 M a micro-batch: parameters for the forward and for the backward pass,
+others once, 2 bytes x elements x (n - 1) / n. Plain ZeRO-3 sends 3 M per micro-batch: parameters for the forward and for the backward pass,
 and gradients.
 """
 

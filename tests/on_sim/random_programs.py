@@ -218,7 +218,7 @@ def run(
         try:
             outcome = world.run(program, ranks, seed, nodes, strict, names, configs, **options)
         except Exception as error:
-            repeat = f"python tests/on_sim/soak.py --first {seed} --ranks {ranks} 1"
+            repeat = f"python tests/on_sim/soak.py --first {seed} --ranks {ranks} -- 1"
             said = f"seed {seed}, nodes {nodes}, {budget} bytes of staging buffers, {modes}; again by: {repeat}"
             raise Failure(f"{type(error).__name__}: {error}\n{said}") from error
     return sum(outcome.values, Counter())

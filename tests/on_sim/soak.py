@@ -1,7 +1,7 @@
 """Random programs on the simulated GPU and NCCL, one for each seed and number of ranks; each result is compared.
 
 python tests/on_sim/soak.py 1000                    # seeds 0 to 999, each on 2, 3, 4 and 8 ranks
-python tests/on_sim/soak.py --first 77 --ranks 4 1  # seed 77 on 4 ranks
+python tests/on_sim/soak.py --first 77 --ranks 4 -- 1  # seed 77 on 4 ranks
 """
 
 from __future__ import annotations

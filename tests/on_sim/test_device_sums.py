@@ -358,6 +358,21 @@ def test_one_level_sends_more_than_a_ring(route: CudaBackend, monkeypatch: pytes
     assert found["raw reduce_scatter_tensor"] > 2.2 * 2 * 7 / 8 * 2 * NUMEL
 
 
+def with_an_empty_shard(rank: int, ranks: int) -> None:
+    levels.pretend(nodes_of(2, 2))
+    everybodys = [weights(peer, 512) for peer in range(ranks)]
+    parts = [part.to(f"cuda:{rank}") for part in (everybodys[rank][:0], everybodys[rank])]
+    for settings in (RAW, ALWAYS):
+        wholes = [part.new_empty(part.numel() * ranks) for part in parts]
+        comm.all_gather_coalesced(wholes, parts, config=ZipcclConfig(**settings))
+        assert not wholes[0].numel() and torch.equal(wholes[1].cpu(), torch.cat(everybodys))
+
+
+def test_an_empty_shard_in_two_levels(route: CudaBackend, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cost_model, "levels_from", lambda topology, profile: 0.0)
+    world.run(with_an_empty_shard, 4, route=route)
+
+
 # --- memory
 
 

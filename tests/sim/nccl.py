@@ -57,12 +57,21 @@ class Work(dist.Work):
         return self._end.query()
 
     def __del__(self) -> None:
-        # ProcessGroupNCCL's watchdog keeps the tensors of a handle that nobody waits for until the operation has ended.
-        if self._keep and not self._gpu.machine.closed:
-            record = self._end._record
-            if record is not None and record.op is not None and not record.done:
-                keep = [self._keep]
-                record.op.after.append(keep.clear)
+        # ProcessGroupNCCL's watchdog keeps the tensors of a handle that nobody waits for until it has seen the operation end: whoever
+        # gets their memory comes after the operation.
+        record = self._end._record
+        if not self._keep or self._gpu.machine.closed or record is None:
+            return
+        gpu, keep = self._gpu, [self._keep]
+
+        def release() -> None:
+            gpu.seen(record.clock)
+            keep.clear()
+
+        if record.op is None or record.done:
+            release()
+        else:
+            record.op.after.append(release)
 
 
 class Group(dist.ProcessGroup):

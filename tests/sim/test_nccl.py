@@ -103,6 +103,18 @@ def test_coalescing() -> None:
     world.run(coalesced, 2)
 
 
+def forgotten(rank: int, ranks: int) -> None:
+    """Nobody waits for the handle or keeps the tensor; later tensors get its memory."""
+    dist.reduce(filled(rank, 8, 1), 0, async_op=True)
+    for number in range(20):
+        assert filled(rank, 8, number).add_(1).cpu().tolist() == [number + 1] * 8
+
+
+def test_memory_of_a_handle_that_nobody_waits_for() -> None:
+    for seed in range(20):
+        world.run(forgotten, 2, seed=seed)
+
+
 def sum_of_bfloat16(rank: int, ranks: int) -> float:
     value = filled(rank, 1, [256.0, 1.0, 1.0][rank], torch.bfloat16)
     dist.all_reduce(value)

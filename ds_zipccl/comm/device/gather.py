@@ -208,7 +208,7 @@ def all_gather(ctx: DeviceContext, whole: torch.Tensor, own: torch.Tensor) -> No
     if whole.nbytes < ctx.cut.levels_from:
         ctx.transport.all_gather(whole, own)
         return
-    levels, rows = ctx.cut.levels, whole.split(own.numel())
+    levels, rows = ctx.cut.levels, whole.view(ctx.size, own.numel())  # rows of an empty part too
     mates = [rank for rank in levels.node_ranks if rank != ctx.rank]
     first = [*mates, *(rank for rank in levels.peers if rank != ctx.rank)]
     ctx.transport.exchange({rank: rows[rank] for rank in first}, dict.fromkeys(first, own))
