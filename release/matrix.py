@@ -7,7 +7,6 @@ installer's reason. Rows that these sources have measured already are kept. It n
 from __future__ import annotations
 
 import argparse
-import hashlib
 import json
 import os
 import shlex
@@ -20,6 +19,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import results
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -253,13 +254,8 @@ def green(groups: Mapping[str, Mapping[str, Any]]) -> bool:
 
 
 def sources() -> str:
-    """Return a short hash of the package and of this file, by which rows are kept."""
-    folder = ROOT / "ds_zipccl"
-    files = sorted(path for path in folder.rglob("*") if path.suffix in (".py", ".cpp", ".h", ".cu", ".cuh"))
-    digest = hashlib.sha256()
-    for path in (*files, Path(__file__)):
-        digest.update(path.relative_to(ROOT).as_posix().encode() + b"\0" + path.read_bytes())
-    return digest.hexdigest()[:12]
+    """Return a short hash of the package and of this folder, by which rows are kept."""
+    return results.sources(("ds_zipccl", "release"))
 
 
 def wanted(rows: Iterable[Row], before: Sequence[Mapping[str, Any]], only: Sequence[str], again: bool) -> list[Row]:

@@ -7,6 +7,7 @@ sources, and is left alone as long as the hash is the same. Files that this mach
 from __future__ import annotations
 
 import argparse
+import ast
 import hashlib
 import json
 import os
@@ -29,14 +30,25 @@ SUFFIXES = (".py", ".cpp", ".h", ".cu", ".cuh", ".json")
 CORPUS = "out/corpus.safetensors"
 
 
-def sources() -> str:
-    """Return a short hash of the files that decide a figure."""
+def sources(folders: Iterable[str] = SOURCES) -> str:
+    """Return a short hash of everything in ``folders`` that decides a figure: Python without its comments and docstrings."""
     digest = hashlib.sha256()
-    for folder in SOURCES:
+    for folder in folders:
         for path in sorted((ROOT / folder).rglob("*")):
             if path.suffix in SUFFIXES and "tests" not in path.parts:
-                digest.update(path.relative_to(ROOT).as_posix().encode() + b"\0" + path.read_bytes())
+                digest.update(path.relative_to(ROOT).as_posix().encode() + b"\0" + _code(path))
     return digest.hexdigest()[:12]
+
+
+def _code(path: Path) -> bytes:
+    if path.suffix != ".py":
+        return path.read_bytes()
+    tree = ast.parse(path.read_bytes())
+    for node in ast.walk(tree):
+        match body := getattr(node, "body", None):
+            case [ast.Expr(value=ast.Constant()), *_]:
+                del body[0]
+    return ast.dump(tree).encode()
 
 
 def why_not(name: str, content: Mapping[str, Any], words: list[str]) -> str:

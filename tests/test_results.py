@@ -41,5 +41,8 @@ def test_a_file_is_measured_once_for_a_state_of_the_sources(
     assert "other: left, kept for comparison" in capsys.readouterr().out
     (tmp_path / "new").write_text("{}")
     assert results.main(["good"]) == 0 and rows() == [2, 1, 1], "measured with these sources"
-    code.write_text(code.read_text() + "\n")
+    before = results.sources()
+    code.write_text(f'"""What it does."""\n{code.read_text()}  # why\n')
+    assert results.sources() == before, "comments decide no figure"
+    code.write_text(f"{code.read_text()}1\n")
     assert results.main(["good", "--list"]) == 0 and "[1/1] good: python" in capsys.readouterr().out

@@ -65,8 +65,8 @@ def job(folder: Path, ds_zipccl: str = "") -> tuple[str, float]:
     return said.pop(), sum(after[2:4]) - sum(before[2:4])
 
 
-@pytest.mark.alone
-@pytest.mark.full(reason="half a minute")
+@pytest.mark.flaky(reruns=1)
+@pytest.mark.full(reason="a minute")
 def test_cpu_time_of_a_start(tmp_path: Path) -> None:
     """Plain and coded jobs by turns, after one of each that fills the caches; the median of the differences. No job imports numba, which
     takes half a CPU second: kernels that a job does not use are not loaded, not even to say so in the start-up line."""
