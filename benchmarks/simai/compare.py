@@ -85,7 +85,7 @@ def built(checkout: Path, folder: Path) -> list[str]:
 
 def hop(checkout: Path) -> float:
     """Return the microseconds per further node that SimAI's table implies: the median over its rows up to :data:`MOST`
-    and its :data:`NODES`. For S bytes, m nodes and n GPUs, a share r of bandwidth B is S (n-1)/n / B (1/r-1) / (m-1)."""
+    and its :data:`NODES`. For S bytes, m nodes and n GPUs, a share r of the rate B is S (n-1)/n / B (1/r-1) / (m-1)."""
     with (checkout / SOURCES / "inputs" / "ratio" / "nic_ratio.csv").open() as file:
         rows = [row for row in csv.reader(file) if row[0].strip().isdigit()]
     found = [
