@@ -1,4 +1,4 @@
-"""Evidence: measurements of codecs, collectives, trainings and weight sync, and the programs and figures that they are compared with.
+"""Measurements of codecs, collectives, trainings and weight sync, and the programs and figures used for comparison.
 
-No module here runs on a user's job. ``python -m ds_zipccl bench``, ``plan --clusters|--validate`` and ``doctor --check`` start them.
+No user job runs these modules: ``python -m ds_zipccl bench``, ``plan --clusters|--validate`` and ``doctor --check`` do.
 """

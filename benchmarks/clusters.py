@@ -1,10 +1,10 @@
-"""``plan --clusters``: the model of whole steps compared with published step times of other clusters.
+"""``plan --clusters``: predictions of whole steps, compared with step times that the authors of DeepSpeed published.
 
-A step of ZeRO-3 moves 6 bytes per 16-bit parameter into every node, and computes F operations per parameter and token of a GPU.
-So its rate T for K tokens follows 1/T = 1/P + 6 / (F K B), where a GPU computes at the rate P and a node receives at the rate B. The model
-has two fitted parameters. P comes from pairs of runs with the same network and different tokens, in which B cancels. The other parameter
-is the path L between network cards and GPUs: 1/B = 1/L + 1/(rate of the node's network cards). It is set so that the greatest
-overestimate and the greatest underestimate are equal.
+A step of ZeRO-3 moves 6 bytes per 16-bit parameter into every node. A GPU computes F operations per parameter and
+token. The rate T of a GPU with K tokens therefore follows 1/T = 1/P + 6 / (F K B): a GPU computes at the rate P, a node
+receives at the rate B. Two parameters are fitted. P comes from pairs of runs with the same network and different
+tokens, in which B cancels. L is the bandwidth between network cards and GPUs, with 1/B = 1/L + 1/(rate of the node's
+network cards). L is set so that the greatest overestimate equals the greatest underestimate.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from ds_zipccl.cli.planning.rows import FLOPS, Computing, StepTime, step_time
 from ds_zipccl.cli.planning.schedules import DeviceSchedules
 from ds_zipccl.cli.tables import Column
 
-#: The model is off where a cell of plain ZeRO-3 differs by more than this share.
+#: Greatest accepted relative error of a fitted cell of plain ZeRO-3.
 WITHIN = 0.10
-#: Parameters of models that are shown and not fitted: by the formula all sizes have one rate, and theirs is another one.
+#: Sizes of models that are shown but not fitted: the formula gives one rate for all sizes, and these differ from it.
 APART = (18e9,)
 SOURCE = (
     "DeepSpeed, blogs/zeropp, figures 6 to 8 (assets/images/eval1.png, eval2.png, eval3.png); 384 V100 GPUs, network cards of 100 "
     "Gbit/s, nodes of 16 GPUs (the paper, arXiv:2306.10209); TFLOPs of a GPU by ZeRO-3 and by ZeRO++, as printed on the bars"
 )
-#: Options of the published runs, as those of ``plan``; the ratio is that of the coded rows, which are not used.
+#: Options of ``plan`` for the published runs. The ratio belongs to the coded rows, which are not used.
 RUNS = {
     "zero": 3,
     "gpus": 384,
@@ -43,15 +43,15 @@ RUNS = {
     "hop": 0.0,
     "ratio": 1.0,
 }
-#: ZeRO++ sends this share of the bytes between nodes: half of one gather, nothing of the other, a quarter of the sums.
+#: Share of ZeRO-3's bytes between nodes that ZeRO++ sends: half of one gather, no second gather, a quarter of the sums.
 FEWER = 0.25
-#: Halvings of the interval in which the path is sought, in 1e9 bytes per second.
+#: Steps of the bisection for the path L, and its interval in 1e9 bytes per second.
 _HALVINGS, _PATHS = 40, (1.0, 1e4)
 
 
 class Cell(NamedTuple):
-    """A published run. ``links``: network cards of a node; ``tokens``: of a GPU in a micro-batch; ``plain``, ``fewer``: TFLOPs of a GPU by
-    ZeRO-3 and by ZeRO++."""
+    """A published run. ``links``: network cards per node. ``tokens``: per GPU and micro-batch. ``plain``, ``fewer``:
+    TFLOPs per GPU with ZeRO-3 and with ZeRO++."""
 
     figure: int
     params: float
@@ -62,7 +62,7 @@ class Cell(NamedTuple):
 
 
 class Fit(NamedTuple):
-    """The two fitted parameters: ``tflops`` of a GPU that computes, and ``path`` in 1e9 bytes per second."""
+    """The two fitted parameters: ``tflops`` of a GPU while it computes, and ``path`` (L) in 1e9 bytes per second."""
 
     tflops: float
     path: float
@@ -100,13 +100,13 @@ COLUMNS = (
 
 
 class Model:
-    """The model of ``plan`` for the published runs. ``args``: of ``plan``."""
+    """The model of ``plan`` for the published runs. ``args``: parsed options of ``plan``."""
 
     def __init__(self, args: argparse.Namespace) -> None:
         self._args = vars(args) | RUNS
 
     def step(self, cell: Cell, fit: Fit, share: float = 1.0) -> StepTime:
-        """Return the time of a plain step, in which ``share`` of the bytes travels."""
+        """Return the time of a plain step that sends ``share`` of its bytes."""
         args = argparse.Namespace(**self._args | {"params": cell.params, "path": fit.path})
         network = speeds.network(f"{cell.links}x100gbit/node")
         rows = planning.step(DeviceSchedules.modelled(args, network, speeds.device_codec("assumed-1.0", args.dtype)))
@@ -114,15 +114,15 @@ class Model:
         return step_time(Computing(fit.tflops, cell.tokens).seconds(cell.params, 1), share * seconds, 0.0, 0.0)
 
     def tflops(self, cell: Cell, fit: Fit, share: float = 1.0) -> float:
-        """Return the predicted TFLOPs of a GPU."""
+        """Return the predicted TFLOPs per GPU."""
         return FLOPS * cell.params * cell.tokens / self.step(cell, fit, share).total / 1e12
 
     def off(self, cell: Cell, fit: Fit) -> float:
-        """Return by which share the prediction is above the published figure."""
+        """Return the relative error of the prediction: predicted / published - 1."""
         return self.tflops(cell, fit) / cell.plain - 1
 
     def fit(self, cells: Sequence[Cell]) -> Fit:
-        """Return the two parameters that fit ``cells``; there must be a pair of cells that differs in tokens alone."""
+        """Return the two parameters that fit ``cells``, two of which must differ only in tokens."""
         rate = computing_rate(cells)
         low, high = _PATHS
         for _ in range(_HALVINGS):
@@ -136,8 +136,8 @@ class Model:
 
 
 def computing_rate(cells: Sequence[Cell]) -> float:
-    """Return P of the module's formula from the pairs of cells that differ in tokens alone: 1/P = (K2/T2 - K1/T1) / (K2 - K1), the mean of
-    all pairs."""
+    """Return P of the module's formula. 1/P is the mean of (K2/T2 - K1/T1) / (K2 - K1) over all pairs of cells that
+    differ only in tokens."""
     pairs = [
         (few, many)
         for few, many in combinations(sorted(cells, key=lambda cell: cell.tokens), 2)
@@ -148,7 +148,7 @@ def computing_rate(cells: Sequence[Cell]) -> float:
 
 
 def rows(model: Model, fit: Fit) -> Iterator[dict[str, Any]]:
-    """Rows of all cells, columns as in ``plan --help``."""
+    """Yield a row per cell, with the columns of ``plan --help``."""
     unseen = {figure: model.fit([cell for cell in FITTED if cell.figure != figure]) for figure in (6, 7, 8)}
     for cell in CELLS:
         alone = model.tflops(cell, fit, FEWER)
@@ -180,7 +180,7 @@ def main(args: argparse.Namespace) -> int:
         f"fitted:    a GPU computes {fit.tflops:.1f} TFLOPs; {fit.path:.1f} GB/s between network cards and GPUs of a node"
     )
     tables.show(COLUMNS, found)
-    tables.say(f"greatest error of the fitted cells: {worst:.1%}, wanted is at most {WITHIN:.0%}")
+    tables.say(f"greatest error of the fitted cells: {worst:.1%}, limit {WITHIN:.0%}")
     if args.json:
         tables.write_json(
             args.json, found, args.command, made="Computed", source=SOURCE, fit=fit._asdict(), worst=worst

@@ -1,6 +1,6 @@
-"""Synthetic data by name, for benchmarks and ``analyze``; one table. The same name, size, dtype and seed give the same words.
+"""Synthetic data sets for benchmarks and ``analyze``. Equal name, size, dtype and seed give equal words.
 
-The functions import torch, so that the command line parser can name the data sets without it.
+Only functions import torch: the command line parser lists the data sets without it.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ DTYPES = {
     "e5m2": "float8_e5m2",
 }
 DTYPES |= {name: name for name in DTYPES.values()}
-#: Numbers of elements that a block may have (FORMAT.md section 1, block_log2).
+#: Allowed elements per block (FORMAT.md section 1, block_log2).
 BLOCKS = (128, 256, 512, 1024)
 DEFAULT_DTYPES = ("bfloat16", "float16", "float32")
 
-#: (uninitialized float32 vector, scale, generator) -> values; the vector may be reused for them.
+#: (uninitialized float32 vector, scale, generator) -> values, which may use the memory of the vector.
 Fill = Callable[["torch.Tensor", float, "torch.Generator"], "torch.Tensor"]
 
 _ROW = 768  # elements that are zero together in `embedding` and share a scale in `rows`
@@ -34,7 +34,7 @@ _ROW = 768  # elements that are zero together in `embedding` and share a scale i
 
 @dataclass(frozen=True)
 class DataSet:
-    """A data set. ``fill``: makes the values; None for words of random bits. ``dtypes``: dtypes for which the set means anything."""
+    """A data set. ``fill``: makes the values; None: random bits. ``scaled``: whether it has a scale."""
 
     about: str
     fill: Fill | None
@@ -64,18 +64,18 @@ def _sparse20(x: torch.Tensor, sigma: float, generator: torch.Generator) -> torc
 
 
 def _row_draws(x: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-    """A uniform number from 0 to 1 for every row."""
+    """Return a uniform number from 0 to 1 per row."""
     return x.new_empty(-(-x.numel() // _ROW)).uniform_(generator=generator)
 
 
 def _each(rows: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    """For every element the value of its row."""
+    """Return the value of its row for each element."""
     return rows.repeat_interleave(_ROW)[: x.numel()]
 
 
 def _embedding(x: torch.Tensor, sigma: float, generator: torch.Generator) -> torch.Tensor:
     draws = _row_draws(x, generator)
-    seen = max(1, round(0.03 * draws.numel()))  # tokens of the batch
+    seen = max(1, round(0.03 * draws.numel()))  # rows of the tokens in a batch
     zero = draws < draws.topk(seen).values[-1]
     return _normal(x, sigma, generator).masked_fill_(_each(zero, x), 0)
 
@@ -85,7 +85,7 @@ def _rows(x: torch.Tensor, sigma: float, generator: torch.Generator) -> torch.Te
     return _normal(x, sigma, generator).mul_(_each(scales, x))
 
 
-#: Every data set, by name.
+#: Name -> data set.
 DATA: dict[str, DataSet] = {
     "normal": DataSet("Gaussian of deviation S", _normal),
     "laplace": DataSet("Laplace of scale S", _laplace),
@@ -99,13 +99,13 @@ DATA: dict[str, DataSet] = {
     ),
     "zeros": DataSet("all zero", lambda x, s, g: x.zero_(), scaled=False),
     "constant": DataSet("every element S", lambda x, s, g: x.fill_(s)),
-    "random": DataSet("random bits, NaN patterns included; not compressible", None, scaled=False),
+    "random": DataSet("random bits, including NaNs; not compressible", None, scaled=False),
 }  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Spec:
-    """A data set and its scale; ``str()`` gives the text that :func:`spec` takes."""
+    """A data set and its scale. :func:`spec` parses the text of ``str()``."""
 
     name: str
     sigma: float | None = None
@@ -118,11 +118,11 @@ class Spec:
         return dtype in DATA[self.name].dtypes
 
     def scaled(self, sigma: float | None) -> Spec:
-        """The same set with scale ``sigma``, unless the set has a scale already or cannot have one."""
+        """Return the set with scale ``sigma``; the set itself if it has a scale or cannot have one."""
         return Spec(self.name, sigma) if self.sigma is None and DATA[self.name].scaled else self
 
     def make(self, numel: int, dtype: str, seed: int = 0) -> torch.Tensor:
-        """Flat CPU tensor of ``numel`` elements of a dtype (torch name)."""
+        """Return a flat CPU tensor of ``numel`` elements of a dtype (torch name)."""
         import torch
 
         wanted: torch.dtype = getattr(torch, dtype)
@@ -136,7 +136,7 @@ class Spec:
 
 
 def spec(text: str) -> Spec:
-    """``NAME`` or ``NAME:S`` with a scale S; the scale is 1 if left out (argparse type)."""
+    """Parse ``NAME`` or ``NAME:S`` with a scale S, by default 1 (argparse type)."""
     name, colon, number = text.partition(":")
     if name not in DATA:
         raise argparse.ArgumentTypeError(f"no data set {name!r}; known: {', '.join(DATA)}")
@@ -148,7 +148,7 @@ def spec(text: str) -> Spec:
 
 
 def scale(text: str) -> float:
-    """A finite number above 0 (argparse type)."""
+    """Parse a finite number above 0 (argparse type)."""
     try:
         sigma = float(text)
     except ValueError:
@@ -160,13 +160,13 @@ def scale(text: str) -> float:
 
 @dataclass(frozen=True)
 class PairSet:
-    """A data set of words and their base. ``about``: for ``--help``, with ``unit`` for its number; ``fill``: (size, torch name of the
-    dtype, number, generator) -> words, base."""
+    """A data set of words and their base. ``about``, ``unit``: for ``--help``, ``unit`` stands for the number.
+    ``fill``: (size, torch name of the dtype, number, generator) -> words, base."""
 
     about: str
     unit: str
     fill: Callable[[int, str, float, torch.Generator], tuple[torch.Tensor, torch.Tensor]]
-    #: Numbers that ``bench codec --codec delta`` measures if none is named.
+    #: Numbers that ``bench codec --codec delta`` measures by default.
     usual: tuple[float, ...]
     dtypes: tuple[str, ...] = DEFAULT_DTYPES
 
@@ -180,8 +180,8 @@ def _changed(numel: int, dtype: str, percent: float, generator: torch.Generator)
     step = (draws < percent / 100).to(wide)
     step += (draws < percent / 100 * 0.015).to(wide)
     step *= torch.empty(numel).uniform_(generator=generator).lt_(0.5).mul_(2).sub_(1).to(wide)
-    # A unit up is one more in the bits of a positive number and one less in those of a negative one. Steps across zero, of numbers of this
-    # size, are too rare to happen: the words then stay.
+    # The next greater number has greater bits if it is positive, and smaller bits if it is negative. A step that would
+    # change the sign, which is very rare at this size, leaves the word as it is.
     bits = base.view(wide)
     moved = bits + torch.where(bits < 0, -step, step)
     return torch.where(moved ^ bits < 0, bits, moved).view(base.dtype), base
@@ -204,16 +204,16 @@ def _adamw(numel: int, dtype: str, rate: float, generator: torch.Generator) -> t
 
 
 _WEIGHT = 0.02  # deviation of the weights
-_STEPS = 12  # of AdamW: enough for its means to forget their start
+_STEPS = 12  # of AdamW: its means have forgotten their start
 
-#: Every data set of words and their base, by name.
+#: Name -> data set of words and their base.
 PAIRS: dict[str, PairSet] = {
     "changed": PairSet(
-        "weights (Gaussian, deviation 0.02); P percent of them, independently, changed by a unit in the last place, 1.5% of those by two",
+        "Gaussian weights, deviation 0.02; a random P percent differ by a unit in the last place, 1.5% of these by two",
         "P%", _changed, (0.0, 0.1, 1.0, 3.0, 5.0, 10.0, 20.0, 60.0),
     ),
     "adamw": PairSet(
-        f"such weights before and after step {_STEPS} of AdamW (betas 0.9 0.95) at learning rate LR, noise as gradients, rounded from fp32",
+        f"such weights before and after step {_STEPS} of AdamW in fp32 (betas 0.9 0.95, rate LR, gradients are noise)",
         "LR", _adamw, (1e-3, 3e-4, 1e-4, 1e-5),
     ),
 }  # fmt: skip
@@ -221,7 +221,7 @@ PAIRS: dict[str, PairSet] = {
 
 @dataclass(frozen=True)
 class Pair:
-    """A data set of words and their base, and its number; ``str()`` gives the text that :func:`codec_spec` takes."""
+    """A data set of words and their base, and its number. :func:`codec_spec` parses the text of ``str()``."""
 
     name: str
     number: float
@@ -234,13 +234,13 @@ class Pair:
         return dtype in PAIRS[self.name].dtypes
 
     def make(self, numel: int, dtype: str, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
-        """Words and base: flat CPU tensors of ``numel`` elements of a dtype (torch name)."""
+        """Return words and base, flat CPU tensors of ``numel`` elements of a dtype (torch name)."""
         import torch
 
         return PAIRS[self.name].fill(numel, dtype, self.number, torch.Generator().manual_seed(seed))
 
 
-#: Every data set of rows of which some follow from earlier ones, by name. Gaussian; the rest of the rows are drawn one by one.
+#: Name -> data set of Gaussian rows, of which a percentage repeats or scales earlier rows.
 ROWS = {
     "repeated": "P percent of the rows equal earlier rows",
     "scaled": "P percent of the rows are earlier rows times a factor from 0.25 to 1, rounded",
@@ -249,7 +249,7 @@ ROWS = {
 
 @dataclass(frozen=True)
 class RowSet:
-    """A data set of rows and its percentage; ``str()`` gives the text that :func:`codec_spec` takes."""
+    """A data set of rows and its percentage. :func:`codec_spec` parses the text of ``str()``."""
 
     name: str
     percent: float
@@ -258,8 +258,8 @@ class RowSet:
         return f"{self.name}:{self.percent:g}%"
 
     def make(self, numel: int, width: int, dtype: str, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
-        """Words (flat CPU tensor of ``numel`` elements of a dtype, torch name), and for each whole row the row that it follows from, int32;
-        its own number if there is none. The first row follows from none."""
+        """Return words, a flat CPU tensor of ``numel`` elements of a dtype (torch name), and for each whole row the
+        number of its source row, int32. A drawn row, such as the first one, is its own source."""
         import torch
 
         generator = torch.Generator().manual_seed(seed)
@@ -269,7 +269,7 @@ class RowSet:
         copies = 1 + torch.randperm(max(0, rows - 1), generator=generator)[: round(rows * self.percent / 100)]
         drawn = torch.ones(rows, dtype=torch.bool)
         drawn[copies] = False
-        before = drawn.cumsum(0)[copies]  # drawn rows in front of each copy
+        before = drawn.cumsum(0)[copies]  # drawn rows before each copy
         places = torch.empty(len(copies)).uniform_(generator=generator).mul_(before).long().minimum(before - 1)
         sources[copies] = drawn.nonzero().view(-1)[places]
         matrix = words[: rows * width].view(rows, width)
@@ -282,7 +282,7 @@ class RowSet:
 
 
 def codec_spec(text: str) -> Spec | Pair | RowSet:
-    """As :func:`spec`; or ``changed:P%``, ``adamw:LR``, ``repeated:P%`` or ``scaled:P%`` (argparse type)."""
+    """Parse as :func:`spec`, or ``changed:P%``, ``adamw:LR``, ``repeated:P%``, ``scaled:P%`` (argparse type)."""
     name, _, number = text.partition(":")
     if name not in PAIRS and name not in ROWS:
         if name in DATA:
@@ -303,17 +303,17 @@ def codec_spec(text: str) -> Spec | Pair | RowSet:
 
 
 def usual_rows() -> list[RowSet]:
-    """The sets of rows that are measured if none is named."""
+    """Return the sets of rows that are measured by default."""
     return [RowSet("repeated", 0), RowSet("repeated", 25), RowSet("repeated", 50), RowSet("scaled", 50)]
 
 
 def usual_pairs() -> list[Pair]:
-    """The pairs that are measured if none is named."""
+    """Return the pairs that are measured by default."""
     return [Pair(name, number) for name, entry in PAIRS.items() for number in entry.usual]
 
 
 def numel(text: str) -> int:
-    """Number of elements: 4096, 64K, 16M (argparse type; K, M, G are powers of 1024)."""
+    """Parse a number of elements: 4096, 64K, 16M (argparse type; K, M, G are powers of 1024)."""
     units = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
     digits, unit = (text[:-1], units[text[-1].upper()]) if text[-1:].upper() in units else (text, 1)
     if not digits.isdigit() or int(digits) == 0:
@@ -322,26 +322,26 @@ def numel(text: str) -> int:
 
 
 def dtype(text: str) -> str:
-    """Name of the torch dtype (argparse type)."""
+    """Parse a dtype; returns its torch name (argparse type)."""
     if text not in DTYPES:
         raise argparse.ArgumentTypeError(f"no dtype {text!r}; known: {', '.join(DTYPES)}")
     return DTYPES[text]
 
 
 def about() -> str:
-    """The table as text, for ``--help``."""
+    """Return the data sets as text for ``--help``."""
     width = max(map(len, DATA)) + 1
     lines = (f"  {name + ':S' if entry.scaled else name:{width + 2}} {entry.about}" for name, entry in DATA.items())
-    return "data sets (S: scale, 1 if left out):\n" + "\n".join(lines)
+    return "data sets (S: scale, default 1):\n" + "\n".join(lines)
 
 
 def about_pairs() -> str:
-    """The table of words with their base as text, for ``--help``."""
+    """Return the data sets with a base as text for ``--help``."""
     lines = (f"  {name + ':' + entry.unit:14} {entry.about}" for name, entry in PAIRS.items())
     return "with --codec delta, words and their base:\n" + "\n".join(lines)
 
 
 def about_rows() -> str:
-    """The table of rows as text, for ``--help``."""
+    """Return the data sets of rows as text for ``--help``."""
     lines = (f"  {name + ':P%':14} {about}" for name, about in ROWS.items())
     return "with --codec rows, rows of --width elements:\n" + "\n".join(lines)

@@ -1,4 +1,4 @@
-"""Statistics of the exponent field: histograms, entropies, and the ratio that they allow."""
+"""Statistics of the exponent field: histograms, entropies, and the ratio that an entropy allows."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from ds_zipccl.frame import CHUNK_BLOCKS
 MODES = ("FILL", "RAW", "CASCADE", "SPARSE", "WIDE")
 _TAIL_BITS = 13
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_SLICE_BLOCKS = 4096  # blocks counted together; bounds the memory besides the tensor
+_SLICE_BLOCKS = 4096  # blocks counted together; bounds the extra memory
 
 
 @dataclass(frozen=True)
 class Fields:
-    """Bits of the fields of a float dtype: sign (1), ``exponent``, ``mantissa``."""
+    """Bits of the fields of a float dtype: ``exponent`` and ``mantissa``; the sign has one bit."""
 
     exponent: int
     mantissa: int
 
     @classmethod
     def of(cls, dtype: torch.dtype) -> Fields:
-        """Fields of a dtype.
+        """Return the fields of a dtype.
 
         Raises:
             TypeError: the dtype is not a real float.
@@ -56,7 +56,7 @@ def words(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def differing(got: torch.Tensor, wanted: torch.Tensor, *, any_nan: bool = False) -> int:
-    """Number of elements whose bits differ, of two tensors of one dtype and size. ``any_nan``: any NaN equals any other NaN."""
+    """Number of elements whose bits differ, in tensors of equal dtype and size. ``any_nan``: NaNs equal each other."""
     unequal = words(got) != words(wanted)
     if any_nan:
         unequal &= ~(got.isnan() & wanted.isnan()).view(-1)
@@ -64,7 +64,7 @@ def differing(got: torch.Tensor, wanted: torch.Tensor, *, any_nan: bool = False)
 
 
 def exponent_blocks(tensor: torch.Tensor, block: int) -> Iterator[np.ndarray]:
-    """Exponent fields, block by block: int64 arrays of shape (blocks, ``block``), the last one of shape (1, rest)."""
+    """Yield exponent fields as int64 arrays of shape (blocks, ``block``); a last, shorter block has shape (1, rest)."""
     fields = Fields.of(tensor.dtype)
     flat = words(tensor).numpy()
     whole = len(flat) // block * block
@@ -77,33 +77,32 @@ def exponent_blocks(tensor: torch.Tensor, block: int) -> Iterator[np.ndarray]:
 
 
 def entropy(counts: np.ndarray) -> np.ndarray:
-    """Entropy in bits per symbol of histograms in the last dimension."""
+    """Entropy, in bits per symbol, of the histograms in the last dimension."""
     total = counts.sum(axis=-1, keepdims=True)
     shares = counts / np.maximum(total, 1)
     logs = np.log2(shares, out=np.zeros_like(shares), where=shares > 0)
-    bits: np.ndarray = -(shares * logs).sum(axis=-1) + 0.0  # + 0.0: no minus zero
+    bits: np.ndarray = -(shares * logs).sum(axis=-1) + 0.0  # + 0.0 turns -0.0 into 0.0
     return bits
 
 
 @dataclass(frozen=True)
 class Exponents:
-    """``counts``: histogram of the exponent field (int64, an entry per value). ``within_blocks``: mean entropy within blocks, in bits."""
+    """``counts``: int64 histogram of the exponent field. ``within_blocks``: mean entropy within blocks, in bits."""
 
     counts: np.ndarray
     within_blocks: float
 
     @property
     def entropy(self) -> float:
-        """Entropy over the whole tensor, in bits; larger than ``within_blocks`` if scales differ."""
+        """Entropy of the whole tensor in bits; larger than ``within_blocks`` if the scales of blocks differ."""
         return float(entropy(self.counts))
 
 
 def exponents(tensor: torch.Tensor, block: int = 1024) -> Exponents:
-    """Statistics of a float CPU tensor; the entropy of an empty tensor is 0.
+    """Return the statistics of a float CPU tensor; the entropy of an empty tensor is 0.
 
-    The entropy of a few hundred samples is smaller than that of their distribution. The correction of Miller and Madow,
-    (kinds - 1) / 2 nats for the whole block, is therefore added to the entropy of each block; without it the entropy of a Gaussian
-    is 0.02 bit too small.
+    A few hundred samples have less entropy than their distribution. Each block therefore gets the Miller-Madow
+    correction, (kinds - 1) / 2 nats per block; without it the entropy of a Gaussian is 0.02 bit too small.
     """
     values = 1 << Fields.of(tensor.dtype).exponent
     counts = np.zeros(values, dtype=np.int64)
@@ -118,7 +117,7 @@ def exponents(tensor: torch.Tensor, block: int = 1024) -> Exponents:
 
 
 def block_tables(frame: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
-    """Window top and mode number of every block of an exponent frame (FORMAT.md section 2, table of a chunk): uint8 arrays."""
+    """Window tops and modes (uint8) of the blocks of an exponent frame (FORMAT.md section 2, table of a chunk)."""
     header = framing.parse(frame)
     payload = frame[header.payload_at : header.frame_bytes].numpy()
     blocks = -(-header.numel // header.block)

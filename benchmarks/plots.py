@@ -1,4 +1,4 @@
-"""The pictures of ``analyze``, ``plan``, ``steps`` and ``bench train``: PNG files of the option ``--plot``."""
+"""Plots of ``analyze``, ``plan``, ``steps`` and ``bench train``: the PNG files of ``--plot``."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _GREY, _GRID, _RED = "#7b8794", "#e4e7eb", "#c44e52"
 def _drawn(
     path: str, panels: tuple[int, int], size: tuple[float, float], headroom: float = 0.0, **more: Any
 ) -> Iterator[Any]:
-    """Give a figure and the axes of its panels, then write the PNG file ``path``. ``headroom``: inches above the panels.
+    """Give a figure and the axes of its panels, and write it to ``path``. ``headroom``: inches above the panels.
 
     Raises:
         ToolError: the file cannot be written.
@@ -53,7 +53,7 @@ def _drawn(
 
 
 def _plain_numbers(axis: Any) -> None:
-    """Label ticks with plain numbers."""
+    """Label ticks without exponents."""
     axis.set_major_formatter("{x:g}")
     axis.set_minor_formatter("{x:g}")
 
@@ -61,20 +61,20 @@ def _plain_numbers(axis: Any) -> None:
 # ---- analyze: histogram of the exponents, and the window of the coder --------------------------------------
 
 _TIERS = ("#1f5a99", "#4f8fd0", "#94bfe6", "#d3e4f5")  # colors, first tier to fourth
-#: Mode of a block -> mode whose tiers code its elements (FORMAT.md 2.1).
+#: Mode of a block -> mode that defines its tiers (FORMAT.md 2.1).
 _TIERS_OF = {CASCADE: CASCADE, SPARSE: CASCADE, WIDE: WIDE}
-_REACH = 16  # binades shown on either side of a window's top; the outermost bars hold all that lie farther
+_REACH = 16  # binades shown on either side of a window's top; the outer bars hold all farther ones
 
 
 class Histograms:
-    """Exponents of tensors, absolute and relative to the window of their block; per dtype."""
+    """Histograms of exponents per dtype, absolute and relative to the window of the block."""
 
     def __init__(self, block: int) -> None:
         self._block = block
         self._found: dict[torch.dtype, _Counts] = {}
 
     def add(self, tensor: torch.Tensor, frame: torch.Tensor) -> None:
-        """Count a float CPU tensor and its exponent frame (of this object's block size)."""
+        """Add a float CPU tensor and its exponent frame, which has the block size of this object."""
         values = 1 << Fields.of(tensor.dtype).exponent
         counts = self._found.setdefault(tensor.dtype, _Counts(values))
         tops, modes = block_tables(frame)
@@ -108,8 +108,8 @@ class Histograms:
 
 
 class _Counts:
-    """Histograms (int64): exponent fields; modes of blocks; and, for each mode with tiers of its own, exponents minus their block's
-    top, clipped, and tops of blocks."""
+    """Histograms (int64): exponent fields, modes of blocks, and per mode with tiers: tops of blocks, and exponents
+    minus the top of their block, clipped."""
 
     def __init__(self, values: int) -> None:
         self.fields = np.zeros(values, dtype=np.int64)
@@ -119,14 +119,14 @@ class _Counts:
 
 
 def _tier(mode: int, distance: int) -> int | None:
-    """Tier (0 to 3) that codes an exponent ``distance`` above its block's top; None if no tier does (FORMAT.md 2.1)."""
+    """Return the tier (0 to 3) of an exponent ``distance`` above its block's top, or None (FORMAT.md 2.1)."""
     codes = CODE_OF_K[mode, :, (ABOVE - distance) % 256]
     named = [tier for tier in range(TIERS) if codes[tier] < (3 if tier else (1 << TIER1_BITS[mode]) - 1)]
     return named[0] if named else None
 
 
 def _draw_fields(axes: Axes, dtype: torch.dtype, counts: _Counts) -> None:
-    """Shares of the binades, and the window of the block with the median top."""
+    """Draw the shares of the binades, and the window of the block with the median top."""
     bias = Fields.of(dtype).bias
     seen = np.flatnonzero(counts.fields[1:]) + 1
     shares = 100 * counts.fields / max(1, counts.fields.sum())
@@ -151,7 +151,7 @@ def _draw_fields(axes: Axes, dtype: torch.dtype, counts: _Counts) -> None:
 
 
 def _draw_aligned(axes: Axes, counts: _Counts, block: int) -> None:
-    """Shares by distance from the top of the block's own window, colored by tier."""
+    """Draw shares by distance from the top of the block's window, colored by tier."""
     distances = np.arange(-_REACH, _REACH + 1)
     total = max(1, sum(int(aligned.sum()) for aligned in counts.aligned.values()))
     base = np.zeros(len(distances))
@@ -175,7 +175,7 @@ def _draw_aligned(axes: Axes, counts: _Counts, block: int) -> None:
 
 
 def scaling(path: str, rows: Rows) -> None:
-    """Write the PNG file ``path``: a line per network and variant, and one for the computing. ``rows``: of whole steps.
+    """Write the PNG file ``path``: a line per network and variant, and one for computing. ``rows``: rows of steps.
 
     Raises:
         ToolError: the file cannot be written.
@@ -205,7 +205,7 @@ _WIDE = 5  # highest / lowest ratio above which the axis is logarithmic
 
 
 def ratios(path: str, logs: Mapping[str, Sequence[Step]]) -> None:
-    """Write the PNG file ``path``: a panel per log, a line per role and kind, and the first learning rate on an axis of its own.
+    """Write the PNG file ``path``: a panel per log, a line per role and kind, and the first learning rate.
 
     Raises:
         ToolError: the file cannot be written.
@@ -217,7 +217,7 @@ def ratios(path: str, logs: Mapping[str, Sequence[Step]]) -> None:
             _draw_log(panel, steps, colours)
             panel.set_title(name, fontsize=11, loc="left", fontweight="bold")
         found = [ratio for steps in logs.values() for step in steps for role in roles if (ratio := step.ratio(role))]
-        if found and max(found) > _WIDE * min(found):  # on this panel and on all that share its axis
+        if found and max(found) > _WIDE * min(found):  # for all panels, which share the axis
             axes.flat[0].set_yscale("log")
             axes.flat[0].yaxis.set_minor_locator(ticker.LogLocator(subs=(2, 5)))
             _plain_numbers(axes.flat[0].yaxis)
@@ -225,7 +225,7 @@ def ratios(path: str, logs: Mapping[str, Sequence[Step]]) -> None:
 
 
 def _draw_log(axes: Axes, steps: Sequence[Step], colours: Mapping[str, str]) -> None:
-    """Draw one panel."""
+    """Draw the panel of one log."""
     rates = [step.rates[0] if step.rates else math.nan for step in steps]
     if not all(map(math.isnan, rates)):
         behind = axes.twinx()
@@ -248,7 +248,7 @@ def _draw_log(axes: Axes, steps: Sequence[Step], colours: Mapping[str, str]) -> 
 
 
 def _line(steps: Sequence[Step], values: Sequence[float]) -> tuple[list[float], list[float]]:
-    """Points of a line, with a break where the steps go back, because another run begins there."""
+    """Return the points of a line, with a break where steps go back because a new run begins."""
     across, up, before = [], [], -1
     for step, value in zip(steps, values, strict=True):
         if step.step <= before:
@@ -263,14 +263,14 @@ def _line(steps: Sequence[Step], values: Sequence[float]) -> tuple[list[float], 
 # ---- bench train: the parts of a step's time, computing and waiting for communication ----------------------
 
 _COMPUTE, _COMMUNICATION = "#b9c2cc", "#1f5a99"
-_NARROW = 0.06  # part of the axis below which no number fits into a bar
+_NARROW = 0.06  # part of the longest bar below which a number does not fit
 
 
 def trainings(path: str, rows: Rows) -> None:
     """Write the PNG file ``path``: a panel per workload and ranks, a group of bars per link, a bar per variant.
 
     Args:
-        rows: as ``bench train`` gives them, at least one; times in milliseconds.
+        rows: rows of ``bench train``, at least one.
 
     Raises:
         ToolError: the file cannot be written.
@@ -295,7 +295,7 @@ def trainings(path: str, rows: Rows) -> None:
 
 
 def _draw_training(axes: Axes, links: Mapping[str, Rows]) -> None:
-    """One panel: under the name of each link its variants from top to bottom."""
+    """Draw one panel: below the name of each link its variants."""
     names, bars = [], []
     for link, group in links.items():
         names += [link, *(variants.find(row["variant"]).label for row in group)]
@@ -317,7 +317,7 @@ def _draw_training(axes: Axes, links: Mapping[str, Rows]) -> None:
     for tick, bar in zip(axes.get_yticklabels(), bars):
         tick.set_fontweight("normal" if bar else "bold")
     axes.tick_params(axis="y", length=0)
-    axes.set_xlim(0, 1.6 * longest)  # room for the text behind a bar
+    axes.set_xlim(0, 1.6 * longest)  # room for the text after a bar
     axes.set_ylim(len(names) - 0.4, -0.6)
     axes.set_xlabel("median step (ms); 1.50x: DeepSpeed takes 1.5 times as long", fontsize=9)
     axes.spines[["top", "right"]].set_visible(False)

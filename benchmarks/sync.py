@@ -1,14 +1,14 @@
 """``bench sync``: bytes and speed of weight sync, compared with pairs of index and value and with XOR and zstd.
 
-Every row sends bfloat16 weights, of which ``changed`` percent of the words moved by one unit since the message before, each word
-independently. Columns (also the keys of the rows in ``--json``):
+Every row sends bfloat16 weights. Since the previous message, ``changed`` percent of the words, chosen independently,
+have changed by one unit in the last place. Columns (also the keys of the rows in ``--json``):
 
-* ``changed``: percent of the words. ``way``: "sync" is ``ds_zipccl.sync``; "pairs" has a u32 index and a u16 value for each changed word;
-  "xor_zstd1" is XOR with the base and zstd at level 1.
-* ``ratio``: bytes of the weights / bytes of the message. ``times``: bytes of the message / bytes of sync's.
-* ``pack_gbps``, ``apply_gbps``: 1e9 bytes of weights per second, medians, on ``--threads`` threads, the copy of the base included. The
-  schedules take turns. sync also hashes all words on both sides, and decodes twice, so that a message is applied whole or not at all;
-  the others prove nothing.
+* ``changed``: percent of the words. ``way``: "sync" is ``ds_zipccl.sync``; "pairs" sends a u32 index and a u16 value
+  per changed word; "xor_zstd1" is XOR with the base and zstd at level 1.
+* ``ratio``: bytes of the weights / bytes of the message. ``times``: bytes of the message / bytes of sync's message.
+* ``pack_gbps``, ``apply_gbps``: 1e9 bytes of weights per second, medians, on ``--threads`` threads, with the copy of
+  the base. The schedules are timed in turn. Only sync verifies: it hashes all words on both sides and decodes twice, so
+  that a message is applied whole or not at all.
 * ``pack_memcpy``, ``apply_memcpy``: the speeds / the speed of ``Tensor.copy_`` of the same weights.
 * ``wrong``: words that arrived with other bits.
 
@@ -49,7 +49,7 @@ def _percent(text: str) -> float:
     except ValueError:
         found = -1.0
     if not 0 <= found <= 100:
-        raise argparse.ArgumentTypeError(f"a part of the words is 0 to 100 percent, got {text!r}")
+        raise argparse.ArgumentTypeError(f"wanted 0 to 100 percent of the words, got {text!r}")
     return found
 
 
@@ -108,7 +108,7 @@ def main(args: argparse.Namespace) -> int:
 
 
 class Schedule(Protocol):
-    """A schedule that sends a state to a receiver that holds the previous state. ``begin``: both sides have the state."""
+    """A schedule to send a state to a receiver of the previous state. ``begin`` gives both sides a state."""
 
     def begin(self, state: State) -> None: ...
     def pack(self, state: State) -> Any: ...
@@ -119,7 +119,7 @@ class Schedule(Protocol):
 
 
 class Ours:
-    """``ds_zipccl.sync``: with a hash of all words: the receiver keeps its state until the whole message is proven."""
+    """``ds_zipccl.sync``, whose receiver changes its state only after it has verified the hash of the message."""
 
     def begin(self, state: State) -> None:
         from ds_zipccl.sync import Receiver, Sender
@@ -142,7 +142,7 @@ class Ours:
 
 
 class _Copies:
-    """Both sides of a schedule without proof: a copy of the weights each, changed in place."""
+    """Both sides of a schedule without verification; each changes its copy of the weights in place."""
 
     def begin(self, state: State) -> None:
         self._base = {name: tensor.clone() for name, tensor in state.items()}
@@ -150,7 +150,7 @@ class _Copies:
 
 
 class Pairs(_Copies):
-    """A u32 index and a u16 value for every word that changed."""
+    """A u32 index and a u16 value per changed word."""
 
     def pack(self, state: State) -> Any:
         import torch
@@ -175,7 +175,7 @@ class Pairs(_Copies):
 
 
 class XorZstd(_Copies):
-    """XOR with the base, and zstd at level 1."""
+    """XOR with the base, compressed with zstd at level 1."""
 
     def __init__(self, threads: int) -> None:
         import zstandard
@@ -217,7 +217,7 @@ class Times:
 
 
 def weights(mib: int) -> State:
-    """Weights of layers in bfloat16, ``mib`` MiB of matrices, with two norms beside each matrix."""
+    """Return bfloat16 weights of layers: ``mib`` MiB of matrices, and two norms per matrix."""
     import torch
 
     torch.manual_seed(0)
@@ -230,7 +230,7 @@ def weights(mib: int) -> State:
 
 
 def stepped(state: State, changed: float) -> State:
-    """The state with this part of all words one unit up or down, each word independently."""
+    """Return the state with a random share ``changed`` of its words one unit up or down."""
     import torch
 
     found = {}
@@ -242,14 +242,14 @@ def stepped(state: State, changed: float) -> State:
 
 
 def measure(schedules: Sequence[Schedule], mib: int, changed: float, repeats: int) -> list[Times]:
-    """The times of each schedule over the same states; the schedules take turns, step by step."""
+    """Return the times of each schedule for the same states; the schedules are timed in turn, step by step."""
     import torch
 
     state = weights(mib)
     for schedule in schedules:
         schedule.begin(state)
     found = [Times([], [], 0, 0) for _ in schedules]
-    for _ in range(repeats + 1):  # the first one also fills caches and memory
+    for _ in range(repeats + 1):  # the first step fills caches and touches pages
         state = stepped(state, changed)
         for index, schedule in enumerate(schedules):
             message, packed = timed(schedule.pack, state)
@@ -264,7 +264,7 @@ def measure(schedules: Sequence[Schedule], mib: int, changed: float, repeats: in
 
 
 def copied(state: State, repeats: int) -> float:
-    """Seconds in which ``Tensor.copy_`` copies the weights, the median."""
+    """Return the median seconds of ``Tensor.copy_`` of the weights."""
     copies = {name: tensor.clone() for name, tensor in state.items()}
 
     def copy() -> None:
@@ -275,7 +275,7 @@ def copied(state: State, repeats: int) -> float:
 
 
 def timed(call: Callable[..., Any], *given: Any) -> tuple[Any, float]:
-    """A call's result and its seconds."""
+    """Return the result of a call and its seconds."""
     began = time.perf_counter()
     result = call(*given)
     return result, time.perf_counter() - began

@@ -1,6 +1,6 @@
-"""Execute the lines of the Dockerfile in their order, in an empty folder with an empty environment: no Docker is needed. Minutes.
+"""Execute the instructions of the Dockerfile without Docker, in an empty folder and environment. Takes minutes.
 
-Packages of the distribution are not installed: their commands must be there. Arguments are empty: pip knows where torch comes from.
+Packages of the distribution are not installed: their commands must exist. Build arguments are empty: pip finds torch.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ def ignored(folder: str, names: list[str]) -> list[str]:
 
 
 def execute(place: Path) -> None:
-    """Execute the Dockerfile with ``place`` as the root of the file system. Blocks for minutes.
+    """Execute the Dockerfile with ``place`` as root of the file system. Blocks for minutes.
 
     Raises:
-        ValueError: an instruction that this program does not know, or a program that is missing.
-        CalledProcessError: a line failed.
+        ValueError: an instruction is unknown, or the command of a package is missing.
+        CalledProcessError: an instruction failed.
     """
     path = os.pathsep.join((str(Path(sys.base_prefix, "bin")), os.defpath))
     bare = {"HOME": str(place), "PATH": path, "LANG": "C.UTF-8"}
@@ -39,7 +39,7 @@ def execute(place: Path) -> None:
     for word, rest in (line.split(" ", 1) for line in lines if line and not line.startswith("#")):
         print(f"{word} {rest}", flush=True)
         if rest.endswith("\\"):
-            raise ValueError(f"{word} goes on in the next line; this program takes an instruction per line")
+            raise ValueError(f"{word} continues on the next line; write one instruction per line")
         if word == "RUN" and rest.startswith("apt-get"):
             packages = re.findall(r"(?<= )[a-z+]+(?= |$)", rest.partition("--no-install-recommends")[2].split("&&")[0])
             if missing := [one for one in packages if not shutil.which(one, path=path)]:

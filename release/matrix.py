@@ -1,7 +1,7 @@
 """Run a core set of tests with many versions of Python, torch, DeepSpeed and numpy: `make matrix`.
 
-Each row of the table is an environment of its own, which uv makes and which is removed after its tests. A row that does not install has the
-installer's reason. Rows that these sources have measured already are kept. It needs a network, and 25 GB of disk.
+Each row is a new environment, made by uv and removed after its tests. A row that does not install has the reason of the
+installer. Rows measured with the same sources are kept. The program needs a network and 25 GB of disk.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ import results
 
 ROOT = Path(__file__).resolve().parent.parent
 
-#: A release of each minor version. The last one of each is the newest.
+#: A release of each minor version, the newest last.
 TORCH = ("2.6.0", "2.7.1", "2.8.0", "2.9.1", "2.10.0", "2.11.0", "2.12.1", "2.13.0", "2.14.1", "2.15.0")
 DEEPSPEED = ("0.18.0", "0.18.9", "0.19.0", "0.19.8")
 PYTHON = ("3.10", "3.11", "3.12", "3.13", "3.14")
-#: The newest numpy that the other packages allow, and the last numpy 1.
+#: "": the newest numpy that the packages of the row allow. 1.26.4: the last numpy 1.
 NUMPY = ("", "1.26.4")
-#: The environment of development: rows differ from it in one place each, except for the corners.
+#: Python and torch of development. Except for the corners, rows differ from these and the newest DeepSpeed in one.
 USUAL_PYTHON, USUAL_TORCH = "3.11", "2.13.0"
 
-#: Group -> its tests, which a file has for one group alone. Each trains plain and coded, or compares bits with a golden frame.
+#: Group -> its tests. A test file belongs to one group. A test trains plain and coded, or compares with golden frames.
 GROUPS: dict[str, tuple[str, ...]] = {
     "bits": (
         "tests/codec/test_golden.py::test_golden_frame",
@@ -51,18 +51,18 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "MoE": ("tests/integration/test_moe.py::test_always_has_the_bits_of_plain_runs[2-top-2]",),
     "HF Trainer, Accelerate": ("tests/integration/test_hf.py",),
 }
-#: Kernels that need minutes to compile, and depend on none of these versions but numba's own.
+#: pytest -k: without kernels that compile for minutes and depend only on numba's version.
 LEFT_OUT = "not numba and not emulated"
-#: In the message of a test: a run of plain DeepSpeed failed (tests/support/programs.py).
+#: Text of a failure in which plain DeepSpeed failed (tests/support/programs.py).
 PLAIN = "without ds_zipccl"
-#: Packages of the core set beside those of the row and those that ds_zipccl requires.
+#: Packages of the tests, in addition to those of the row and the requirements of ds_zipccl.
 TESTED_WITH = ("transformers", "accelerate", "peft", "pytest", "pytest-rerunfailures", "pytest-timeout", "hypothesis")
-#: Seconds for an installation, and for the core set.
+#: Timeouts in seconds of an installation and of the core set.
 INSTALL_SECONDS, TEST_SECONDS = 1200.0, 900.0
-#: Bytes of downloads above which uv's cache is emptied after a row.
+#: Size in bytes above which uv's cache is deleted after a row.
 CACHE_BYTES = 20 * 10**9
 
-#: Prints the versions of an environment, and the hooks that do not fit there.
+#: Program that prints the versions of an environment, and the hooks that do not fit.
 PROBE = """
 import importlib.metadata, json, platform
 import torch
@@ -78,7 +78,7 @@ print(json.dumps({"versions": {"python": platform.python_version(), **versions},
 
 @dataclass(frozen=True)
 class Row:
-    """The versions of an environment; ``numpy`` "" is the newest that fits."""
+    """The versions of an environment; ``numpy`` "" means the newest that fits."""
 
     python: str
     torch: str
@@ -87,7 +87,7 @@ class Row:
 
     @property
     def name(self) -> str:
-        """The row as ``--only`` and the JSON have it."""
+        """Name of the row for ``--only`` and in the JSON file."""
         return "-".join(filter(None, (self.python, self.torch, self.deepspeed, self.numpy)))
 
     @property
@@ -100,7 +100,7 @@ class Row:
 
 
 def table() -> list[Row]:
-    """Return the rows: corners first, then each version in turn."""
+    """Return the rows: corners first, then each version of each package."""
     newest = DEEPSPEED[-1]
     rows = [
         Row(USUAL_PYTHON, USUAL_TORCH, DEEPSPEED[0]),
@@ -116,34 +116,34 @@ def table() -> list[Row]:
 
 @dataclass(frozen=True)
 class Done:
-    """How a command ended: its status, 124 where it ran out of time, and the ends of its outputs."""
+    """Exit status of a command, 124 after a timeout, and its outputs."""
 
     status: int
     stdout: str
     stderr: str
 
 
-#: Runs a command for some seconds at most, with changes to the environment.
+#: (command, timeout in seconds, added environment variables) -> result.
 Runner = Callable[[Sequence[str], float, Mapping[str, str]], Done]
 
 
 def run(command: Sequence[str], seconds: float, environment: Mapping[str, str]) -> Done:
-    """Run a command at the top of the repository; blocks until it has ended."""
+    """Run a command in the root of the repository; blocks until it ends, at most ``seconds``."""
     inherited = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "DS_ZIPCCL")}
     try:
         found = subprocess.run(
             command, cwd=ROOT, env={**inherited, **environment}, capture_output=True, text=True, timeout=seconds
         )
     except subprocess.TimeoutExpired:
-        return Done(124, "", f"{command[0]} was not over after {seconds:.0f} s")
+        return Done(124, "", f"{command[0]} did not end within {seconds:.0f} s")
     return Done(found.returncode, found.stdout, found.stderr)
 
 
 def measure(row: Row, folder: Path, interpreter: str, runner: Runner = run) -> dict[str, Any]:
-    """Install a row's environment in ``folder``, run the core set there, and return the row of the results; blocks for minutes.
+    """Install the environment of a row in ``folder``, run the core set in it, and return its results. Blocks.
 
     Args:
-        interpreter: a version or a path, for uv.
+        interpreter: version or path, for uv.
     """
     began = time.monotonic()
     asked = {"python": row.python, "torch": row.torch, "deepspeed": row.deepspeed, "numpy": row.numpy or "newest"}
@@ -192,9 +192,9 @@ def measure(row: Row, folder: Path, interpreter: str, runner: Runner = run) -> d
 
 
 def install(row: Row, venv: Path, interpreter: str, call: Callable[..., Done]) -> str:
-    """Make a row's environment; return "" or the reason for which it cannot be made.
+    """Make the environment of a row; return "" or the reason of the failure.
 
-    torch comes first: DeepSpeed's set-up imports it.
+    torch comes first: the setup of DeepSpeed imports it.
     """
     uv = (sys.executable, "-m", "uv")
     shutil.rmtree(venv, ignore_errors=True)
@@ -207,18 +207,18 @@ def install(row: Row, venv: Path, interpreter: str, call: Callable[..., Done]) -
     return next((last_line(done) for done in map(lambda step: call(*step), steps) if done.status), "")
 
 
-_FRAMES = " \u2502\u251c\u2570\u2500\u25b6\u00d7"  # uv draws with these
+_FRAMES = " \u2502\u251c\u2570\u2500\u25b6\u00d7"  # decorations in messages of uv
 
 
 def last_line(done: Done) -> str:
-    """Return the end of a failed command's text, in one line of at most 300 characters."""
+    """Return the end of a failed command's output as one line of at most 300 characters."""
     lines = [line.strip(_FRAMES) for line in (done.stderr.strip() or done.stdout.strip()).splitlines()]
     text = " ".join(filter(None, lines[-6:] if "No solution" in done.stderr else lines[-1:]))
-    return text[:300] or f"exit status {done.status} without a word"
+    return text[:300] or f"exit status {done.status} without output"
 
 
 def counted(report: str) -> dict[str, dict[str, Any]]:
-    """Return the counts of each group from the text of pytest's JUnit report: passed, failed, skipped, seconds, and the first failure."""
+    """Return passed, failed, skipped, seconds and first failure of each group from a JUnit report of pytest."""
     groups: dict[str, dict[str, Any]] = {
         name: {"passed": 0, "failed": 0, "skipped": 0, "seconds": 0.0, "first": ""} for name in GROUPS
     }
@@ -236,9 +236,9 @@ def counted(report: str) -> dict[str, dict[str, Any]]:
 
 
 def failure(element: ElementTree.Element) -> str:
-    """Return the line of a failure that names the error: of a rank where one failed, else the last line of pytest's that has one.
+    """Return the line that names the error: that of the first failed rank, otherwise the last error line of pytest.
 
-    It says so if the run without ds_zipccl, with which the test compares, is the one that failed.
+    :data:`PLAIN` precedes the line if the run without ds_zipccl, the baseline of the test, failed.
     """
     lines = [line.removeprefix("E ").strip() for line in (element.text or "").splitlines() if line.startswith("E ")]
     ranks = [line for line in lines if line.startswith("[rank") and "Error" in line.partition("]:")[2].split(":")[0]]
@@ -249,29 +249,29 @@ def failure(element: ElementTree.Element) -> str:
 
 
 def green(groups: Mapping[str, Mapping[str, Any]]) -> bool:
-    """Return whether every group has passed: tests that were all skipped, or that never ran, have not."""
+    """Return whether every group passed, with at least one test that was not skipped."""
     return bool(groups) and all(one["passed"] and not one["failed"] for one in groups.values())
 
 
 def sources() -> str:
-    """Return a short hash of the package and of this folder, by which rows are kept."""
+    """Return a short hash of the package and of this folder; rows of the same hash are kept."""
     return results.sources(("ds_zipccl", "release"))
 
 
 def wanted(rows: Iterable[Row], before: Sequence[Mapping[str, Any]], only: Sequence[str], again: bool) -> list[Row]:
-    """Return the rows to measure: those of ``only``, by part of a name, that these sources have not measured yet."""
+    """Return the rows to measure: rows of ``only``, without those measured with these sources unless ``again``."""
     kept = set() if again else {one["name"] for one in before if one["sources"] == sources()}
     return [row for row in rows if row.name not in kept and (not only or any(part in row.name for part in only))]
 
 
 def merged(before: Iterable[Mapping[str, Any]], new: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return the rows of the results with a new one, in the order of the table."""
+    """Return the rows of the results with a new or replaced row, in the order of the table."""
     found = {one["name"]: dict(one) for one in (*before, new)}
     return [found[row.name] for row in table() if row.name in found]
 
 
 def spans(rows: Sequence[Mapping[str, Any]]) -> dict[str, str]:
-    """Return the oldest and the newest version of each package among the rows that were installed, such as "2.6.0 to 2.15.0"."""
+    """Return the oldest and the newest installed version of each package, such as "2.6.0 to 2.15.0"."""
     found = {}
     for package in ("python", "torch", "deepspeed", "numpy"):
         versions = {str(row["versions"][package]).partition("+")[0] for row in rows if "versions" in row}
@@ -281,7 +281,7 @@ def spans(rows: Sequence[Mapping[str, Any]]) -> dict[str, str]:
 
 
 def interpreters(given: Sequence[str]) -> dict[str, str]:
-    """Return an interpreter for each version of Python: one of ``given``, or the version, which uv looks for or downloads."""
+    """Return an interpreter per version of Python: one of ``given``, or the version, for uv to find."""
     found = {}
     for path in given:
         words = (path, "-c", "import sys; print('%d.%d' % sys.version_info[:2])")
@@ -290,7 +290,7 @@ def interpreters(given: Sequence[str]) -> dict[str, str]:
 
 
 def shrink(cache: Path) -> None:
-    """Empty uv's cache if it is larger than :data:`CACHE_BYTES`."""
+    """Delete uv's cache if it is larger than :data:`CACHE_BYTES`."""
     sizes = (os.lstat(Path(folder, name)).st_size for folder, _, names in os.walk(cache) for name in names)
     if sum(sizes) > CACHE_BYTES:
         shutil.rmtree(cache)
@@ -302,17 +302,15 @@ def main() -> None:
 
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument(
-        "--only", nargs="+", default=(), metavar="PART", help="rows whose names have one of these parts"
+        "--only", nargs="+", default=(), metavar="PART", help="rows whose names contain one of these parts"
     )
     parser.add_argument(
         "--pythons", nargs="+", default=(), metavar="PATH", help="interpreters (default: uv finds them)"
     )
     parser.add_argument("--json", default="docs/results/matrix.json", help="results, written after every row")
     parser.add_argument("--folder", type=Path, default=ROOT / "out" / "matrix", help="folder for environments")
-    parser.add_argument(
-        "--again", action="store_true", help="measure rows that these sources have measured already, too"
-    )
-    parser.add_argument("--list", action="store_true", help="print the names of the rows, and measure nothing")
+    parser.add_argument("--again", action="store_true", help="also measure rows that have results of these sources")
+    parser.add_argument("--list", action="store_true", help="print the names of the rows to measure, and stop")
     options = parser.parse_args()
     place = Path(options.json)
     rows: list[dict[str, Any]] = json.loads(place.read_text())["rows"] if place.exists() else []

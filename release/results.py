@@ -1,7 +1,7 @@
-"""Measure all of docs/results again, at one state of the sources: `make results`. It takes hours, and goes on where it was stopped.
+"""Measure all files of docs/results again with the present sources: `make results`. Takes hours; a new start resumes.
 
-Every file of docs/results has the command that wrote it, and that command is run again. A file gets the commit and a hash of the
-sources, and is left alone as long as the hash is the same. Files that this machine cannot measure are named with the reason.
+Every file of docs/results has the command that wrote it, which is run again. The file gets the commit and a hash of the
+sources, and is skipped while the hash is the same. Files that this machine cannot measure are named with the reason.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "docs" / "results"
 sys.path[:0] = [str(ROOT / "docs"), str(ROOT)]
 
-#: Folders whose files decide a figure.
+#: Folders with files that affect figures.
 SOURCES = ("ds_zipccl", "benchmarks", "examples", "op_builder")
 SUFFIXES = (".py", ".cpp", ".h", ".cu", ".cuh", ".json")
 CORPUS = "out/corpus.safetensors"
 
 
 def sources(folders: Iterable[str] = SOURCES) -> str:
-    """Return a short hash of everything in ``folders`` that decides a figure: Python without its comments and docstrings."""
+    """Return a short hash of everything in ``folders`` that affects figures: Python without comments and docstrings."""
     digest = hashlib.sha256()
     for folder in folders:
         for path in sorted((ROOT / folder).rglob("*")):
@@ -52,7 +52,7 @@ def _code(path: Path) -> bytes:
 
 
 def why_not(name: str, content: Mapping[str, Any], words: list[str]) -> str:
-    """Return why a file cannot be measured here, "" if it can."""
+    """Return why this program does not measure a file here; "" if it does."""
     if "device" in content and name != "gpu":
         return "`make gpu` writes it"
     if name == "gpu" and not shutil.which("nvidia-smi"):
@@ -78,7 +78,7 @@ def command_of(content: Mapping[str, Any]) -> list[str]:
 
 
 def commit() -> str:
-    """Return the commit of HEAD, and "-dirty" where sources differ from it."""
+    """Return the commit of HEAD, with "-dirty" if sources differ from it."""
 
     def git(*words: str) -> str:
         done = subprocess.run(["git", *words], cwd=Path(__file__).parent, capture_output=True, text=True, check=True)
@@ -89,10 +89,10 @@ def commit() -> str:
 
 
 def measure(path: Path, words: list[str]) -> str:
-    """Run the command of a file, and note commit and sources in it. Blocks; a command that fails leaves the file as it was.
+    """Run the command of a file and add commit and sources to the file; blocks. A failed command leaves it unchanged.
 
     Returns:
-        What went wrong, "" if nothing did.
+        The problem; "" after success.
     """
     before, state = path.read_bytes(), sources()
     programs = {"python": [sys.executable], "make": ["make", f"VENV={Path(sys.executable).parent.parent}"]}
@@ -105,12 +105,12 @@ def measure(path: Path, words: list[str]) -> str:
         return f"status {status}" if status else "its command did not write the file"
     if sources() != state:
         path.write_bytes(before)
-        return "the sources changed meanwhile"
+        return "the sources changed during the measurement"
     content = json.loads(path.read_text()) | {"commit": commit(), "sources": state}
     path.write_text(json.dumps(content, indent=1) + "\n")
     rows, were = len(content["rows"]), len(json.loads(before)["rows"])
     if rows < were:
-        print(f"{path.stem} has {rows} rows, and had {were}: is a package missing?", flush=True)
+        print(f"{path.stem} has {rows} rows, before {were}: is a package missing?", flush=True)
     return ""
 
 
@@ -118,13 +118,13 @@ def main(given: Iterable[str] | None = None) -> int:
     """Measure the files that are older than the sources.
 
     Returns:
-        Exit status: 1 if a command failed.
+        Exit status: 1 if a command failed, otherwise 0.
     """
     from measured import results
 
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("names", nargs="*", help="files of docs/results without .json (default: all)")
-    parser.add_argument("--list", action="store_true", help="say what is older than the sources, and measure nothing")
+    parser.add_argument("--list", action="store_true", help="list the files that are older than the sources, and stop")
     options = parser.parse_args(None if given is None else list(given))
     paths = sorted(path for path in RESULTS.glob("*.json") if not options.names or path.stem in options.names)
     if unknown := set(options.names) - {path.stem for path in paths}:
@@ -137,7 +137,7 @@ def main(given: Iterable[str] | None = None) -> int:
             "measured with these sources" if content.get("sources") == state else why_not(path.stem, content, words)
         )
         if reason:
-            print(f"{path.stem}: left, {reason}", flush=True)
+            print(f"{path.stem}: skipped, {reason}", flush=True)
         else:
             todo.append((path, words))
     for number, (path, words) in enumerate(todo, 1):
@@ -149,7 +149,7 @@ def main(given: Iterable[str] | None = None) -> int:
         print(f"[{number}/{len(todo)}] {path.stem}: {problem or 'done'}, {time.monotonic() - began:.0f} s", flush=True)
         failed += [path.stem] if problem else []
     if failed:
-        print(f"failed, and left as they were: {', '.join(failed)}")
+        print(f"failed and left unchanged: {', '.join(failed)}")
     return int(bool(failed))
 
 

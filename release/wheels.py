@@ -1,7 +1,8 @@
 """Build the sdist and the wheels of a release: `make wheels`.
 
-A wheel has the C++ library inside, which has a plain C interface, so that one wheel serves all versions of Python. The compiler is zig's
-clang: it has the headers and symbols of glibc 2.28 for both architectures, and links libc++ statically, so that one machine builds all.
+A wheel contains the C++ library. Its interface is plain C, so that one wheel serves all versions of Python. The
+compiler is zig's clang. It has the headers and symbols of glibc 2.28 for both architectures and links libc++
+statically, so that one machine builds all wheels.
 """
 
 from __future__ import annotations
@@ -17,20 +18,20 @@ from pathlib import Path
 from ds_zipccl.kernels import build
 
 ROOT = Path(__file__).resolve().parent.parent
-#: The oldest glibc that the libraries run with: Debian 10, RHEL 8, Ubuntu 18.10 and later have it.
+#: The oldest glibc that the libraries support: that of RHEL 8; Debian 10 and Ubuntu 18.10 have it too.
 GLIBC = (2, 28)
-#: Names of CPUs, as platform.machine() and the tags of wheels have them.
+#: Architectures by the names of platform.machine() and of wheel tags.
 MACHINES = ("x86_64", "aarch64")
 
 
 def recipe(machine: str) -> build.Recipe:
-    """Return the recipe of the C++ library for a machine, compiled by zig."""
+    """Return the recipe that compiles the C++ library for a machine with zig."""
     target = f"{machine}-linux-gnu.{GLIBC[0]}.{GLIBC[1]}"
     return build.cpu(machine, lambda: (sys.executable, "-m", "ziglang", "c++", "-target", target, "-s"))
 
 
 def with_library(plain: Path, machine: str, library: build.Recipe, out: Path) -> Path:
-    """Return a copy of the wheel ``plain`` in the folder ``out`` that has a library for ``machine`` inside; blocks for a minute."""
+    """Write a copy of the wheel ``plain`` with the library for ``machine`` to ``out`` and return it; takes a minute."""
     with tempfile.TemporaryDirectory() as folder:
         _run("wheel", "unpack", str(plain), "--dest", folder)
         (tree,) = Path(folder).iterdir()
@@ -50,11 +51,11 @@ def with_library(plain: Path, machine: str, library: build.Recipe, out: Path) ->
 
 
 def check(wheel: Path) -> None:
-    """Stop with a message if the libraries of a wheel need more than the tag of the wheel promises."""
+    """Raise SystemExit if the libraries of a wheel need a newer glibc or another CPU than its tag says."""
     said = " ".join(_run("auditwheel", "show", str(wheel)).split())
     found = re.search(r'consistent with the following platform tag: "manylinux_(\d+)_(\d+)_(\w+)"', said)
     if found is None or (int(found[1]), int(found[2])) > GLIBC or not wheel.stem.endswith(found[3]):
-        raise SystemExit(f"{wheel.name} promises more than it keeps; auditwheel says:\n{said}")
+        raise SystemExit(f"the libraries of {wheel.name} need more than its tag says; auditwheel says:\n{said}")
 
 
 def _run(*arguments: str) -> str:
@@ -73,11 +74,11 @@ def main() -> None:
     for old in options.out.glob("ds_zipccl-*"):
         old.unlink()
     with tempfile.TemporaryDirectory() as folder:
-        print("sdist and the wheel without a library ...", flush=True)
+        print("building the sdist and the wheel without a library ...", flush=True)
         _run("build", "--outdir", folder, str(ROOT))
         (plain,) = Path(folder).glob("*.whl")
         for machine in options.machines:
-            print(f"the wheel for {machine}: compiling takes a minute ...", flush=True)
+            print(f"building the wheel for {machine}: a minute ...", flush=True)
             wheel = with_library(plain, machine, recipe(machine), options.out)
             check(wheel)
         for sdist in Path(folder).glob("*.tar.gz"):

@@ -38,7 +38,7 @@ def test_a_file_is_measured_once_for_a_state_of_the_sources(
         ]
 
     assert results.main([]) == 1 and rows() == [2, 1, 1]
-    assert "other: left, kept for comparison" in capsys.readouterr().out
+    assert "other: skipped, kept for comparison" in capsys.readouterr().out
     (tmp_path / "new").write_text("{}")
     assert results.main(["good"]) == 0 and rows() == [2, 1, 1], "measured with these sources"
     before = results.sources()

@@ -1,48 +1,48 @@
-"""``bench codec``: ratio and speed of every codec on every route, compared with memcpy and, with ``--peers``, other compressors.
+"""``bench codec``: ratio and speed of codecs per route, compared with memcpy and, with ``--peers``, other compressors.
 
 Columns (also the keys of the rows in ``--json``):
 
-* ``route``: kernels. The raw codec has none; "peer" is another project's compressor. ``codec``, ``dtype``, ``data`` (a data set, or a
-  tensor of a ``--corpus``), ``numel``: the codec and the tensor.
+* ``route``: kernels. The raw codec has no kernels; "peer" is a compressor of another project. ``codec``, ``dtype``,
+  ``data`` (a data set, or a tensor of a ``--corpus``), ``numel``: the codec and the tensor.
 * ``ratio``: bytes of the tensor / bytes of its frame, header included.
-* ``entropy_ratio``: ratio of a code that sends sign and mantissa whole, and each exponent in as many bits as the entropy of all
-  exponents of the tensor. Zeros, equal words, trailing zero bits and scales that differ within the tensor allow more.
-* ``encode_gbps``, ``decode_gbps``, ``memcpy_gbps``: 1e9 bytes of tensor per second, medians, on ``--threads`` threads. memcpy is
-  ``Tensor.copy_`` of the tensor's bytes. The three take turns.
-* ``encode_memcpy``, ``decode_memcpy``: the speeds / the memcpy speed of the same row. Quote these, of tensors that no cache holds
-  (64 MiB: ``--numel 32M`` of bf16): they carry over to another machine better than GB/s do.
-* ``wrong``: decoded elements whose bits differ from the tensor's, after every timing, into a buffer that held the complement.
+* ``entropy_ratio``: ratio of a code that sends sign and mantissa whole, and each exponent in as many bits as the
+  entropy of the tensor's exponents. Zeros, equal words, trailing zero bits and scales that vary within the tensor allow
+  a higher ratio.
+* ``encode_gbps``, ``decode_gbps``, ``memcpy_gbps``: 1e9 bytes of tensor per second, median, on ``--threads`` threads.
+  memcpy is ``Tensor.copy_`` of the tensor's bytes. The three are timed in turn.
+* ``encode_memcpy``, ``decode_memcpy``: the speeds / the memcpy speed of the same row. Quote these ratios, for tensors
+  larger than any cache (64 MiB: ``--numel 32M`` of bf16): they depend less on the machine than GB/s.
+* ``wrong``: decoded elements whose bits differ from the tensor's, the most of any timing.
 
-The timed calls are ``compress`` and ``decompress`` with ``shaped=False, checksum=False`` and an ``out`` buffer, as on the wire. Peers
-take bytes and give bytes. The copy of their input and the check of their output are not timed.
+The timed calls are ``compress`` and ``decompress`` with ``shaped=False, checksum=False`` and an ``out`` buffer, as on
+the wire. Peers take and return bytes. The copy of their input and the check of their output are not timed.
 
-``--codec delta`` codes words against their base, of the data sets that have one, with these further columns:
+``--codec delta`` codes words against a base. It takes the data sets that have a base, and has these further columns:
 
-* ``changed``: share of the words that differ from their base. ``bound``: ratio of a code that knows how often each difference occurs,
-  and nothing else: its bits per element are the entropy of "changed or not" and, for the changed part, that of the difference. A code that
-  uses the base's exponents beats it where the differences depend on them.
-* ``in_place_gbps``, ``in_place_memcpy``: decoding to the base's own memory, as collectives do.
-* Its ``--peers`` are ``xor_zstd1``, zstd level 1 of words XOR base, and ``pairs``, the place (u32) and the word of each change.
+* ``changed``: share of the words that differ from their base. ``bound``: ratio of a code that knows only how often each
+  difference occurs. A code that uses the exponents of the base beats this bound where the differences depend on them.
+* ``in_place_gbps``, ``in_place_memcpy``: decoding into the memory of the base, as collectives do.
+* ``--peers``: ``xor_zstd1`` is zstd level 1 of words XOR base, ``pairs`` the index (u32) and word of each change.
 
-``--codec rows`` codes rows of ``--width`` elements, of which some repeat earlier rows or are scaled copies, as the row frames of a
-segment in fragments as on the wire, with these further columns:
+``--codec rows`` codes rows of ``--width`` elements, some of which repeat earlier rows or are scaled copies of them. The
+rows are one segment, sent in fragments as row frames, as on the wire. The table has these further columns:
 
 * ``fragments``: frames of the segment. A fragment without such rows is an ordinary frame.
-* ``plain_ratio``, ``plain_encode_gbps``, ``plain_decode_gbps``: all fragments as ordinary frames (cascade). ``encode_plain``,
-  ``decode_plain``: speed of row frames / speed of ordinary frames. All take turns. Finding the rows is part of encoding; of scaled copies
-  the bench says which rows they may be copies of, as a sender remembers it from an earlier message.
+* ``plain_ratio``, ``plain_encode_gbps``, ``plain_decode_gbps``: all fragments as ordinary frames (cascade).
+  ``encode_plain``, ``decode_plain``: speed of row frames / speed of ordinary frames, timed in turn. The search for
+  repeated rows is part of encoding. The sources of scaled rows are known, as to a sender from an earlier message.
 
-Lossy codecs are named with their settings, ``--codec round:3 taco_fp8 int:6:64 zfp:rate=8``: a name, then settings in the order of the
-list below, or as ``setting=value``. Lossless codecs in the same call are the comparison. The table has these further columns:
+A lossy codec is a name and its settings, in the order of the list below or as ``setting=value``:
+``--codec round:3 taco_fp8 int:6:64 zfp:rate=8``. Name lossless codecs too for comparison. Further columns:
 
 * ``bits``: bits of the frame / elements. ``ratio`` as above.
-* ``error``: relative L2 error of the finite values. ``small_error``: mean relative error of the values that are not zero and below a
+* ``error``: relative L2 error of the finite values. ``small_error``: mean relative error of the nonzero values below a
   tenth of the tensor's root mean square.
 * ``wrong``: decoded elements whose bits differ from those of ``project``.
 
 ``--device cuda`` measures the CUDA kernels instead; benchmarks/codec/cuda.py explains its columns.
 
-The exit status is 1 if any element is wrong, and 3 if only a floor of ``--floors`` is missed.
+The exit status is 1 if any element is wrong, 3 if only a floor of ``--floors`` is missed, otherwise 0.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     option(
         "--data", nargs="+", type=data.codec_spec, metavar="D", help="data sets, see below (all; none with --corpus)"
     )
-    option("--sigma", nargs="+", type=data.scale, default=[], metavar="S", help="scales of sets named without one (1)")
+    option("--sigma", nargs="+", type=data.scale, default=[], metavar="S", help="scales of sets without a scale (1)")
     files = "measure the tensors of safetensors or torch files"
     option("--corpus", nargs="+", default=[], metavar="FILE", help=files)
     option("--tile", action="store_true", help="repeat a corpus tensor until it has --numel elements")
@@ -82,8 +82,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     codecs = f"codecs (all without a base): {', '.join(every)}, or lossy ones, see above"
     option("--codec", nargs="+", type=partial(lossy_trial.named, every), default=CODECS, metavar="C", help=codecs)
     widths = list(row_trial.WIDTHS)
-    option("--width", nargs="+", type=int, default=widths, metavar="W", help="elements of a row, of --codec rows")
-    others = "other compressors (none; all for these codecs if none is named)"
+    option("--width", nargs="+", type=int, default=widths, metavar="W", help="elements per row, with --codec rows")
+    others = "compressors of other projects (not given: none; without names: all for these codecs)"
     option("--peers", nargs="*", choices=[*peers.PEERS, *peers.DIFFERENCES], help=others)
     option("--device", choices=("cpu", "cuda"), default="cpu", help="device to code on; cuda has other columns (cpu)")
     option("--mib", nargs="+", type=int, default=list(MIB), metavar="M", help="sizes with --device cuda (1 to 1024)")
@@ -103,7 +103,7 @@ def main(args: argparse.Namespace) -> int:
     lossy = any(isinstance(name, LossyCodec) for name in args.codec)
     if args.device == "cuda":
         if row_trial.CODEC in args.codec:
-            raise ToolError("--codec rows measures --device cpu alone")
+            raise ToolError("--codec rows works with --device cpu only")
         from ds_zipccl.benchmarks.codec import cuda
 
         return cuda.main(args)
@@ -120,14 +120,14 @@ def main(args: argparse.Namespace) -> int:
         return _show(args, row_trial.COLUMNS, row_trial.rows(args, found), row_trial.count(args, found))
     for name in (delta.CODEC, row_trial.CODEC):
         if name in args.codec:
-            raise ToolError(f"--codec {name} has data and columns of its own: name it alone")
+            raise ToolError(f"--codec {name} has its own data and columns: name it alone")
     if lossy:
         return _show(args, *_lossy(args))
     return _show(args, *_without_base(args))
 
 
 def _lossy(args: argparse.Namespace) -> tuple[tuple[Column, ...], Iterator[dict[str, Any]], int]:
-    """Columns, rows and their number, where a lossy codec is named."""
+    """Columns, rows and number of rows for calls that name a lossy codec."""
     _demand_plain_data(args)
     if args.peers is not None:
         raise ToolError("--peers are lossless: name them without a lossy codec")
@@ -139,7 +139,7 @@ def _lossy(args: argparse.Namespace) -> tuple[tuple[Column, ...], Iterator[dict[
 
 
 def _without_base(args: argparse.Namespace) -> tuple[tuple[Column, ...], Iterator[dict[str, Any]], int]:
-    """Columns, rows and their number, of the codecs that need no base."""
+    """Columns, rows and number of rows for the codecs that need no base."""
     _demand_plain_data(args)
     for name in args.peers or []:
         if name in peers.DIFFERENCES:
@@ -160,9 +160,9 @@ def _without_base(args: argparse.Namespace) -> tuple[tuple[Column, ...], Iterato
 def _demand_plain_data(args: argparse.Namespace) -> None:
     for spec in args.data or []:
         if isinstance(spec, data.Pair):
-            raise ToolError(f"{spec} is words with their base: add --codec delta")
+            raise ToolError(f"{spec} is a data set of words with a base: add --codec delta")
         if isinstance(spec, data.RowSet):
-            raise ToolError(f"{spec} is rows that follow from others: add --codec rows")
+            raise ToolError(f"{spec} is a data set of rows that repeat or scale earlier ones: add --codec rows")
 
 
 def _show(args: argparse.Namespace, columns: tuple[Column, ...], measured: Iterator[dict[str, Any]], count: int) -> int:
@@ -170,7 +170,7 @@ def _show(args: argparse.Namespace, columns: tuple[Column, ...], measured: Itera
     import torch
 
     threads = torch.get_num_threads()
-    torch.set_num_threads(args.threads)  # memcpy's too
+    torch.set_num_threads(args.threads)  # memcpy uses them too
     try:
         rows = tables.show(columns, tables.progress(measured, "bench codec", count))
     finally:
@@ -187,7 +187,7 @@ def _show(args: argparse.Namespace, columns: tuple[Column, ...], measured: Itera
 
 
 def _package(peer: str) -> str:
-    """Name of a peer's package for pip; "" if it is part of Python or of ds_zipccl."""
+    """Name for pip of a peer's package; "" if the peer is part of Python or of ds_zipccl."""
     return peers.PEERS[peer].package if peer in peers.PEERS else peers.DIFFERENCE_PACKAGES.get(peer, "")
 
 

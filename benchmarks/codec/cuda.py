@@ -2,21 +2,21 @@
 
 Columns (also the keys of the rows in ``--json``):
 
-* ``route``: native (nvcc), cupy, or "peer". ``codec``, ``dtype``, ``mib``: codec, and dtype and size of the tensor.
-* ``block``: elements of a block. ``offset``: bytes from a multiple of 16 to the first word.
+* ``route``: native (nvcc), cupy, or "peer". ``codec``, ``dtype``, ``mib``: the codec, and dtype and size of the tensor.
+* ``block``: elements per block. ``offset``: bytes from a multiple of 16 to the first word.
 * ``ratio``: bytes of the tensor / bytes of its frame.
-* ``encode_gbps``, ``decode_gbps``: 1e9 bytes of tensor per second; ``copy_gbps``: of a device-to-device copy of the tensor in the same run.
-* ``encode_moved``, ``decode_moved``: bytes that must be read and written per second / bytes that the copy reads and writes per second.
-* ``sum_moved``: the same for the sum of eight frames into one tensor: eight frames read, one tensor written.
-* ``pair_us``: one encode and one decode, from the call to their end on the device, launched from Python.
-* ``wrong``: decoded bytes that differ from the tensor's; with a lossy codec, from those of ``project``.
+* ``encode_gbps``, ``decode_gbps``: 1e9 bytes of tensor per second. ``copy_gbps``: the same for a copy on the device.
+* ``encode_moved``, ``decode_moved``: memory traffic per second (tensor and frame) / that of the copy.
+* ``sum_moved``: the same for the sum of eight frames, which reads eight frames and writes one tensor.
+* ``pair_us``: one encode and one decode called from Python, until both have ended on the device.
+* ``wrong``: decoded bytes that differ from the tensor's, with a lossy codec from those of ``project``; and wrong sums.
 
-Data are normal. Buffers rotate through more than 256 MiB, which no L2 cache holds. Calls are recorded as CUDA graphs, so that times are
-the device's; figures are medians of ``--repeats`` replays. Lossy codecs and peers are called through their Python interface, one buffer
-after another, and wait for the device. ``--floors`` adds rows of the lossless codecs with misaligned words and with blocks of 128, and
-compares with the figures that a GPU must reach. The peers' rows of a size come first. ``--json`` also has ``python_us``, the host's time
-by route for a call with 1 and with 20 tensors and for a gather of 20 parameters over 64 ranks, and ``left_out``, the reason for each row
-that is not there. It is written after every row.
+Data are normal. Buffers rotate through at least 256 MiB, which no L2 cache holds. CUDA graphs replay the calls, so that
+only the device's time counts; figures are medians of ``--repeats`` replays. Lossy codecs and peers are called from
+Python, one buffer after another, and may wait for the device. ``--floors`` adds rows of the lossless codecs with
+misaligned words and with blocks of 128, and compares the rows with the figures that a GPU must reach. The rows of peers
+come first at each size. ``--json`` is written after every row. It also has ``left_out``, the reason for each missing
+row, and ``python_us``, the host's time by route for calls with 1 and 20 tensors and for a gather over 64 ranks.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
     from ds_zipccl.lossy import LossyCodec
 
-#: Where the tensors are; the tests put the emulated kernels there.
+#: Device of the tensors; tests set the device of the emulated kernels.
 DEVICE = "cuda"
 MIB_BYTES, ROTATE_BYTES = 1 << 20, 256 << 20
 SUMMANDS = 8
@@ -49,14 +49,14 @@ COLUMNS = (
     Column("pair_us", ".1f"), Column("wrong", "d"),
 )  # fmt: skip
 
-#: Algorithms of nvCOMP, with their options for 16-bit floats.
+#: Peer -> options of nvCOMP for 16-bit floats.
 PEERS: dict[str, dict[str, str]] = {
     "nvcomp-ans": {"algorithm": "ANS", "data_type": "<f2"},
     "nvcomp-bitcomp": {"algorithm": "Bitcomp", "data_type": "<u2"},
 }
-#: Tensors of one call, for the time of Python; small, so that the device is never late.
+#: Tensors per call for the host's time, their elements, and calls per timing. Small tensors keep the device idle.
 PYTHON_TENSORS, PYTHON_NUMEL, PYTHON_CALLS = (1, 20), 4096, 40
-#: Ranks of the gather whose time of Python is measured.
+#: Ranks of the gather of which the host's time is measured.
 PYTHON_RANKS = 64
 
 
@@ -73,12 +73,12 @@ class Case:
     offset: int = 0
 
     def place(self) -> dict[str, Any]:
-        """The columns that name the row."""
+        """Columns that identify the row."""
         return {key: getattr(self, key) for key in ("route", "codec", "dtype", "mib", "block", "offset")}
 
 
 class Coder(Protocol):
-    """``encode(i)`` codes buffer i; ``decode(i)`` decodes it to its output. Neither blocks unless ``eager``."""
+    """``encode(i)`` codes buffer i; ``decode(i)`` decodes the frame to output i. Both may block only if ``eager``."""
 
     eager: bool
 
@@ -90,7 +90,7 @@ class Coder(Protocol):
 
 
 class FrameCoder:
-    """Our kernels on whole frames in slots."""
+    """The CUDA kernels of ds_zipccl on whole frames in slots."""
 
     eager = False
 
@@ -115,15 +115,15 @@ class FrameCoder:
         self._route.decode_frames([self.slots[buffer]], self._block, [self._outs[buffer]], self._status)
 
     def encode_all(self) -> None:
-        """All tensors in one call."""
+        """Encode all tensors in one call."""
         self._route.encode_frames(self._tensors, self._codec, self._block, self.slots)
 
     def decode_all(self) -> None:
-        """All frames in one call."""
+        """Decode all frames in one call."""
         self._route.decode_frames(self.slots, self._block, self._outs, self._status)
 
     def sum(self, sums: torch.Tensor) -> None:
-        """Sum of :data:`SUMMANDS` frames."""
+        """Write the sum of :data:`SUMMANDS` frames to ``sums``."""
         slots = [self.slots[i % len(self.slots)] for i in range(SUMMANDS)]
         self._route.decode_sum_frames(slots, self._block, sums.dtype, sums, self._status)
 
@@ -143,7 +143,7 @@ class FrameCoder:
 
 
 class LossyCoder:
-    """A lossy codec, by ``compress`` and ``decompress`` with buffers of the caller."""
+    """A lossy codec through ``compress`` and ``decompress``, which write to buffers of this object."""
 
     eager = True
 
@@ -243,7 +243,7 @@ def main(args: argparse.Namespace) -> int:
         place = case.place()
         try:
             rows.append({**place, **measure(case, args.repeats)})
-        except Exception as error:  # one row less; the others tell something
+        except Exception as error:  # the remaining rows are still useful
             left_out[" ".join(map(str, place.values()))] = f"{type(error).__name__}: {error}"
             failed += case.route != "peer"
             continue
@@ -278,7 +278,7 @@ def _cases(args: argparse.Namespace, left_out: dict[str, str]) -> Iterator[Case]
         except (kernels.RouteUnavailable, ValueError) as error:
             left_out[f"route {name}"] = str(error)
     if not usable:
-        raise ToolError(f"no CUDA route works here; `python -m ds_zipccl report` says why: {left_out}")
+        raise ToolError(f"no CUDA route works here: {left_out}; see `python -m ds_zipccl report`")
     codecs = [codec for codec in args.codec if codec != "raw"]
     pairs = [(route, codec) for route in usable for codec in codecs]
     for route, codec in pairs.copy():
@@ -303,7 +303,7 @@ def _cases(args: argparse.Namespace, left_out: dict[str, str]) -> Iterator[Case]
 
 
 def _why_not(codec: LossyCodec, route: str, device: str) -> str:
-    """Why a route has no rows of a lossy codec, "" if it has."""
+    """Why a route cannot run a lossy codec; "" if it can."""
     import torch
 
     from ds_zipccl import codecs, kernels
@@ -325,7 +325,7 @@ def _nvcomp(left_out: dict[str, str]) -> bool:
 
 
 def _like(tensor: torch.Tensor, offset: int | None = None) -> torch.Tensor:
-    """Memory for a tensor that begins ``offset`` bytes after a multiple of 16, or as far as ``tensor`` does."""
+    """An uninitialized tensor like ``tensor``, ``offset`` bytes after a multiple of 16; None: as ``tensor`` is."""
     import torch
 
     shift = (tensor.data_ptr() % 16 if offset is None else offset) // tensor.itemsize
@@ -333,7 +333,7 @@ def _like(tensor: torch.Tensor, offset: int | None = None) -> torch.Tensor:
 
 
 def measure(case: Case, repeats: int) -> dict[str, float | int | None]:
-    """Figures of one row."""
+    """Measure one row and return its figures."""
     import torch
 
     kind = getattr(torch, case.dtype)
@@ -383,7 +383,7 @@ def measure(case: Case, repeats: int) -> dict[str, float | int | None]:
 
 
 def python_times(route: str) -> dict[str, float]:
-    """Microseconds of the host for one call of a route, which does not wait for the device; median of nine batches of calls."""
+    """Microseconds of the host per call of a route, without waiting for the device; medians of nine batches."""
     import torch
 
     found: dict[str, float] = {}
@@ -398,7 +398,7 @@ def python_times(route: str) -> dict[str, float]:
 
 
 def _gather_calls(tensors: Sequence[torch.Tensor], route: str) -> tuple[Callable[[], None], Callable[[], None]]:
-    """Both calls of a rank in a gather of ``tensors`` over :data:`PYTHON_RANKS` ranks."""
+    """The encode and the decode call of one rank in a gather of ``tensors`` over :data:`PYTHON_RANKS` ranks."""
     import torch
 
     from ds_zipccl import codecs, kernels
@@ -421,7 +421,7 @@ def _gather_calls(tensors: Sequence[torch.Tensor], route: str) -> tuple[Callable
 
 
 def _host_us(call: Callable[[], None]) -> float:
-    """Microseconds of the host for a call."""
+    """Microseconds of the host per call."""
     import torch
 
     times = []
@@ -436,7 +436,7 @@ def _host_us(call: Callable[[], None]) -> float:
 
 
 def _seconds(calls: Callable[[], object], repeats: int, eager: bool) -> float:
-    """Device seconds of the calls: of a replay of their graph, or if ``eager`` of the calls themselves."""
+    """Device seconds of a replay of the calls as a CUDA graph, or of the calls themselves if ``eager``; the median."""
     import torch
 
     run = calls

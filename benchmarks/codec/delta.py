@@ -1,4 +1,4 @@
-"""Words against their base in ``bench codec --codec delta``: the delta codec, other compressors, and the bound of both."""
+"""``bench codec --codec delta``: the delta codec and other compressors of differences to a base, and their bound."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _TIMED = ("encode", "decode", "in_place")
 
 
 class _Pair:
-    """Words, their base and the places of decoded words; both decoders of a trial write words."""
+    """Words, their base, and the outputs of the two decoders of a trial: apart from the base, and in place of it."""
 
     repeatable = True
 
@@ -128,9 +128,9 @@ def _array(tensor: torch.Tensor) -> Any:
 
 
 def bound(words: torch.Tensor, base: torch.Tensor) -> float | None:
-    """Ratio of a code that knows how often each difference D (FORMAT.md 2.3) occurs, and nothing else; None if no word differs.
+    """Ratio of a code that knows only how often each difference D (FORMAT.md 2.3) occurs; None if all D are equal.
 
-    Its bits per element are the entropy of D: that of "changed or not", and for the changed part the entropy of D among the changed words.
+    Its bits per element are the entropy of D.
     """
     import numpy as np
 
@@ -146,22 +146,22 @@ def bound(words: torch.Tensor, base: torch.Tensor) -> float | None:
     return 8 * words.itemsize / entropy if entropy > 0 else None
 
 
-#: Route and codec of a row, and the trial of words and their base.
+#: Route, codec, and constructor of a trial from words and their base.
 Coder = tuple[str, str, Callable[["torch.Tensor", "torch.Tensor"], Any]]
 
 
 def coders(args: argparse.Namespace) -> list[Coder]:
-    """The delta codec on the routes of ``--route``, and the ``--peers`` that code differences and are installed.
+    """The delta codec on the routes of ``--route``, and the installed ``--peers``.
 
     Raises:
-        ToolError: a route does not work here, or a peer codes no differences; says why.
+        ToolError: a route does not work here, or a peer does not code differences.
     """
     found: list[Coder] = []
     for route in usable_routes(args.route):
         found.append((route, CODEC, partial(DeltaTrial, route=route, block=args.block)))
     for name in list(peers.DIFFERENCES) if args.peers == [] else dict.fromkeys(args.peers or []):
         if name not in peers.DIFFERENCES:
-            raise ToolError(f"peer {name} codes no differences; known: {', '.join(peers.DIFFERENCES)}")
+            raise ToolError(f"peer {name} does not code differences; take one of {', '.join(peers.DIFFERENCES)}")
         try:
             peer = peers.DIFFERENCES[name](args.threads)
         except ImportError as error:
@@ -172,10 +172,10 @@ def coders(args: argparse.Namespace) -> list[Coder]:
 
 
 def pairs(args: argparse.Namespace) -> list[tuple[data.Pair, str, int]]:
-    """Data set, dtype and number of elements of each pair to measure.
+    """The pairs to measure: data set, dtype, number of elements.
 
     Raises:
-        ToolError: a data set has no base, or none exists in the dtypes.
+        ToolError: a data set has no base, or exists in none of the dtypes.
     """
     named = args.data or data.usual_pairs()
     for spec in named:
@@ -188,7 +188,7 @@ def pairs(args: argparse.Namespace) -> list[tuple[data.Pair, str, int]]:
 
 
 def rows(cases: list[tuple[data.Pair, str, int]], able: list[Coder], repeats: int) -> Iterator[dict[str, Any]]:
-    """A row for each case and coder; the words and their base are made once."""
+    """Yield a row for each case and coder; words and base are made once per case."""
     from ds_zipccl.benchmarks.exponents import differing
 
     for pair, dtype, numel in cases:

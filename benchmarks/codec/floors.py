@@ -1,9 +1,9 @@
-"""Floors of ``bench codec --device cuda --floors``: figures that a GPU must reach. A missed floor is slow, and no wrong bit: status 3.
+"""Floors of ``bench codec --device cuda --floors``: figures that a GPU must reach. A missed floor gives exit status 3.
 
-Rates in bytes per second are for an H100 and an H200 as modules (SXM), whose multiprocessors are equal. They come from the instructions per
-element: 25 (cascade, encode) of which three quarters go to the integer pipe, half as wide as the issue rate, give 1,450 to 1,660 GB/s;
-barriers, look-back and half an occupancy leave two thirds. An H200 has 1,210 to 1,260 and 1,180 to 1,230 GB/s. Ratios to a figure of the
-same run are for every GPU: the words of eight frames are decoded for their sum as fast as those of one frame; an H200 has 0.99.
+Rates in bytes per second are for H100 and H200 modules (SXM), whose multiprocessors are equal. A cascade encoder takes
+25 instructions per element, three quarters of them in the integer pipe, which is half as wide as the issue rate: 1,450
+to 1,660 GB/s. Barriers, look-back and half occupancy leave two thirds. An H200 encodes at 1,210 to 1,260 GB/s and
+decodes at 1,180 to 1,230. Ratios to a figure of the same run are for every GPU; the sum of an H200 has 0.99.
 """
 
 from __future__ import annotations
@@ -12,16 +12,16 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-#: Exit status of a benchmark whose bits are right, and which missed a floor.
+#: Exit status of a benchmark with right bits that missed a floor.
 SLOW = 3
 Rows = Sequence[Mapping[str, Any]]
-#: Parts of the names of the devices for which the rates are.
+#: Parts of the names of the devices to which the rates apply.
 DEVICES = ("H100 80GB HBM3", "H200")
-#: Size and elements of a block of the rows that the floors look at.
+#: Sizes in MiB, and elements per block, of the rows that floors use.
 BIG, MIDDLE, SMALL, BLOCK = 256, 16, 1, 1024
-#: Words that begin this many bytes after a multiple of 16.
+#: Offset of misaligned words in bytes after a multiple of 16.
 MISALIGNED = 2
-#: The time of Python for a gather, encoded and decoded, and its bound in microseconds.
+#: Name of the host's time to encode and decode a gather, and its bound in microseconds.
 GATHER, GATHER_US = "gather of 20 over 64 ranks", 150
 
 
@@ -30,11 +30,11 @@ class Floor:
     """A figure and its bound.
 
     Args:
-        figure: the figure from the rows, None if a row is not there.
-        above: the bound is the least value, or the most.
-        anywhere: for every GPU.
-        optional: the figure compares with a peer, which need not be installed.
-        mib: the size that it looks at; where no row has it, the floor is left out.
+        figure: gives the figure from the rows, None if a row is missing.
+        above: whether the bound is the least value; otherwise it is the greatest.
+        anywhere: whether the floor applies to every GPU.
+        optional: whether the figure needs a peer, which may be missing.
+        mib: size of the rows; without a row of this size the floor is left out.
     """
 
     name: str
@@ -47,20 +47,20 @@ class Floor:
     mib: int = BIG
 
     def compare(self, rows: Rows, device: str) -> dict[str, Any]:
-        """The floor, the figure, and whether it is met; None if nothing could be compared."""
+        """The floor, the figure, and ``met``; None if they cannot be compared."""
         got = self.figure(rows)
         met: bool | None = None if got is None else (got >= self.bound if self.above else got <= self.bound)
         note = ""
         if got is None:
             met, note = (None if self.optional else False), "not measured"
         elif not self.anywhere and not any(name in device for name in DEVICES):
-            met, note = None, f"the bound is for {' and '.join(DEVICES)}"
+            met, note = None, f"the bound applies to {' and '.join(DEVICES)}"
         wanted = f"{'at least' if self.above else 'at most'} {self.bound:g} {self.unit}".rstrip()
         return {"floor": self.name, "wanted": wanted, "got": got, "met": met} | ({"note": note} if note else {})
 
 
 def _value(rows: Rows, codec: str, mib: int, key: str, offset: int = 0, block: int = BLOCK) -> float | None:
-    """A figure of the first route's row for bf16."""
+    """A figure of the first bf16 row with these properties."""
     for row in rows:
         place = (row["codec"], row["dtype"], row["mib"], row["offset"], row["block"])
         if place == (codec, "bfloat16", mib, offset, block):
@@ -83,7 +83,7 @@ def _quotient(
 
 
 def _sum_rate(rows: Rows) -> float | None:
-    """Words per second of a sum of eight frames / those of a decoder. Both moved bytes: eight frames and a tensor, a frame and a tensor."""
+    """Words per second of a sum of eight frames / words per second of a decoder, from the bytes that both moved."""
     moved, ratio = (
         _quotient(_figure("cascade", BIG, "sum_moved"), _figure("cascade", BIG, "decode_moved"))(rows),
         _figure("cascade", BIG, "ratio")(rows),
@@ -119,7 +119,7 @@ FLOORS = _floors()
 
 
 def compare(rows: Rows, device: str, python_us: Mapping[str, float]) -> list[dict[str, Any]]:
-    """Every floor of a size that has a row, with its figure."""
+    """Compare each floor of the measured sizes with its figure."""
     gather = Floor(f"Python, {GATHER}", GATHER_US, "us", lambda rows: python_us.get(GATHER), above=False)
     sizes = {row["mib"] for row in rows}
     return [floor.compare(rows, device) for floor in FLOORS if floor.mib in sizes] + [gather.compare(rows, device)]
@@ -128,7 +128,7 @@ def compare(rows: Rows, device: str, python_us: Mapping[str, float]) -> list[dic
 def missed(compared: Sequence[Mapping[str, Any]]) -> list[str]:
     """A line for each floor that is not met."""
     return [
-        f"{one['floor']}: {'not measured' if one['got'] is None else format(one['got'], '.4g')}, wanted is {one['wanted']}"
+        f"{one['floor']}: {'not measured' if one['got'] is None else format(one['got'], '.4g')}, wanted {one['wanted']}"
         for one in compared
         if one["met"] is False
     ]

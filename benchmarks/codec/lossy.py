@@ -1,4 +1,4 @@
-"""Lossy codecs of ``bench codec``: their names with settings, and their rows with sizes, errors and speeds."""
+"""Lossy codecs of ``bench codec``: names with settings, and rows with sizes, errors and speeds."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ from ds_zipccl.lossy import LOSSY_CODECS, LossyCodec
 if TYPE_CHECKING:
     import torch
 
-#: name -> class of the codecs whose frames hold tensors of any shape.
+#: Name -> class of the codecs that take tensors of any shape.
 CODECS = {name: kind for name, kind in LOSSY_CODECS.items() if not kind.matrices}
-#: Part of a tensor's root mean square below which its values are small.
+#: Values below this part of a tensor's root mean square are small.
 SMALL = 0.1
 
 
 def codec(text: str, known: Mapping[str, type[LossyCodec]] = CODECS) -> LossyCodec:
-    """The lossy codec of ``NAME[:SETTING]...``, a SETTING in the order of the codec's settings, or ``name=setting``.
+    """Return the lossy codec of ``NAME[:SETTING]...``; a SETTING is a value in the codec's order, or ``name=value``.
 
     Args:
-        known: the codecs that may be named, by name.
+        known: name -> class of the allowed codecs.
 
     Raises:
-        ValueError: no codec of that name, or an impossible setting.
+        ValueError: no codec has the name, or a setting is not allowed.
     """
     name, *settings = text.split(":")
     if name not in known:
-        raise ValueError(f"no codec {name!r}; the lossy ones are {', '.join(known)}")
+        raise ValueError(f"no codec {name!r}; the lossy codecs are {', '.join(known)}")
     kind = known[name]
     names = [one.name for one in fields(kind)]
     given: dict[str, Any] = {}
@@ -48,7 +48,7 @@ def codec(text: str, known: Mapping[str, type[LossyCodec]] = CODECS) -> LossyCod
 
 
 def about() -> str:
-    """A line for each lossy codec with its settings, for the help."""
+    """The lossy codecs with their settings, for ``--help``."""
     return "\n".join(
         f"  {name}: {', '.join(f'{key} {kind.wanted[key][0]} to {kind.wanted[key][-1]}' for key in kind.wanted)}"
         for name, kind in CODECS.items()
@@ -57,17 +57,17 @@ def about() -> str:
 
 @dataclass(frozen=True)
 class LossyCoder:
-    """A codec on a route; a lossless one is named by a text and is the comparison."""
+    """A codec on a route: a lossy codec, or the name of a lossless one for comparison."""
 
     route: str
     codec: LossyCodec | str
 
     def begin(self, tensor: torch.Tensor, block: int) -> codec_trial.Trial:
-        """The trial of a tensor."""
+        """Return the trial of a tensor."""
         return codec_trial.FrameTrial(tensor, self.codec, self.route, block)
 
     def wanted(self, tensor: torch.Tensor) -> torch.Tensor:
-        """What the tensor arrives as."""
+        """Return the tensor that a receiver gets."""
         from ds_zipccl import codecs
 
         return tensor if isinstance(self.codec, str) else codecs.project(tensor, self.codec, route=self.route)
@@ -77,7 +77,7 @@ def coders(args: argparse.Namespace) -> list[LossyCoder]:
     """The codecs of ``--codec`` on the routes of ``--route``.
 
     Raises:
-        ToolError: a route does not work here; says why.
+        ToolError: a route does not work here.
     """
     pairs = [
         (NO_ROUTE if name == "raw" else route, name)
@@ -88,7 +88,7 @@ def coders(args: argparse.Namespace) -> list[LossyCoder]:
 
 
 def sources(args: argparse.Namespace) -> list[Source]:
-    """The tensors of lossy dtypes; a line on stderr names each one of ``--corpus`` that is left out."""
+    """The tensors of lossy dtypes. A line on stderr names each tensor that is left out."""
     found = []
     for source in (*codec_trial.stored(args), *codec_trial.synthetic(args)):
         if source.dtype in ("bfloat16", "float16", "float32"):
@@ -99,7 +99,7 @@ def sources(args: argparse.Namespace) -> list[Source]:
 
 
 def rows(cases: list[Source], able: list[LossyCoder], block: int, repeats: int) -> Iterator[dict[str, Any]]:
-    """A row for each tensor and codec; without figures where the route has no kernels of the codec."""
+    """Yield a row for each tensor and codec. A line on stderr names each codec without kernels on the route."""
     from ds_zipccl.kernels import RouteUnavailable
 
     for source in cases:
@@ -120,7 +120,7 @@ def rows(cases: list[Source], able: list[LossyCoder], block: int, repeats: int) 
 
 
 def errors(tensor: torch.Tensor, wanted: torch.Tensor) -> dict[str, float | None]:
-    """The relative L2 error of the finite values, and the mean relative error of the small ones that are not zero; None: none are there."""
+    """Relative L2 error of the finite values, and mean relative error of the small nonzero ones; None without any."""
     import torch
 
     values, found = tensor.double().flatten(), wanted.double().flatten()
@@ -137,7 +137,7 @@ def errors(tensor: torch.Tensor, wanted: torch.Tensor) -> dict[str, float | None
 
 
 def columns(found: list[Source]) -> tuple[Column, ...]:
-    """Columns of the table."""
+    """Return the columns of the table."""
     return (
         Column("route", width=6),
         Column("codec", width=31),
@@ -155,7 +155,7 @@ def columns(found: list[Source]) -> tuple[Column, ...]:
 
 
 def named(others: Sequence[str], text: str) -> str | LossyCodec:
-    """The type of ``--codec``: a name of ``others``, or a lossy codec with its settings."""
+    """Parse a value of ``--codec``: a name in ``others``, or a lossy codec with settings (argparse type)."""
     if text in others:
         return text
     try:

@@ -1,7 +1,7 @@
-"""Peers: lossless compressors of other projects, which ``bench codec --peers`` measures like our own codecs; one table.
+"""Peers: lossless compressors of other projects, measured by ``bench codec --peers`` like the codecs of ds_zipccl.
 
-A peer takes and returns bytes through its Python interface and allocates its results; the allocation is part of its time, as in any
-use. ``pip install ds-zipccl[bench]`` installs the peers that are not part of Python. Naming a peer imports nothing.
+A peer takes and returns bytes through its Python interface. The allocation of its results is part of its time, as in
+any use. ``pip install ds-zipccl[bench]`` installs the peers that are not part of Python. ``load`` imports one.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class Functions(NamedTuple):
-    """Functions of a peer. ``compress`` may change its input, as ZipNN's does."""
+    """Functions of a peer. ``compress`` may change its input, as that of ZipNN does."""
 
     compress: Callable[[memoryview], bytes]
     decompress: Callable[[bytes], bytes | bytearray]
@@ -24,11 +24,11 @@ class Functions(NamedTuple):
 
 @dataclass(frozen=True)
 class Peer:
-    """A compressor. ``load(dtype, threads)`` raises ImportError if it is not installed. ``package``: name for pip, "" if part of Python."""
+    """A compressor. ``load(dtype, threads)`` raises ImportError if it is missing. ``package``: for pip, "" for zlib."""
 
     load: Callable[[str, int], Functions]
     package: str = ""
-    dtypes: tuple[str, ...] | None = None  # torch names; None for any bytes
+    dtypes: tuple[str, ...] | None = None  # torch names; None: any
 
     def takes(self, dtype: str) -> bool:
         return self.dtypes is None or dtype in self.dtypes
@@ -64,7 +64,7 @@ def _zipnn(dtype: str, threads: int) -> Functions:
     return Functions(packer.compress, packer.decompress)
 
 
-#: Every peer, by name; a number in the name is the level. zlib and lz4 always use one thread.
+#: Name -> peer; a number in the name is the level. zlib and lz4 always use one thread.
 PEERS: dict[str, Peer] = {
     "zlib1": Peer(_zlib),
     "zstd1": Peer(_zstd(1), "zstandard"),
@@ -75,9 +75,9 @@ PEERS: dict[str, Peer] = {
 
 
 class PeerTrial:
-    """One peer and one tensor, with the methods of ``codec_trial.Trial``."""
+    """One peer and one tensor: a :class:`ds_zipccl.benchmarks.codec.trial.Trial`."""
 
-    repeatable = False  # a timing may spoil the input
+    repeatable = False  # compress may change the input
     more: Mapping[str, tuple[Callable[[], None], Callable[[], None]]] = {}
 
     def __init__(self, tensor: torch.Tensor, name: str, threads: int) -> None:
@@ -103,10 +103,10 @@ class PeerTrial:
         self._decoded = self._functions.decompress(self._coded)
 
     def result(self) -> torch.Tensor:
-        """The last decoded bytes as a flat tensor of the dtype; empty if their number does not fit."""
+        """The decoded bytes as a flat tensor of the dtype; empty if they are no whole number of elements."""
         import torch
 
-        decoded = bytearray(self._decoded)  # torch wants to be able to write
+        decoded = bytearray(self._decoded)  # frombuffer wants writable memory
         fits = len(decoded) and len(decoded) % self._tensor.itemsize == 0
         return torch.frombuffer(decoded, dtype=self._tensor.dtype) if fits else self._tensor.new_empty(0)
 
@@ -116,16 +116,16 @@ class PeerTrial:
 
 
 class Difference(Protocol):
-    """A compressor of words against their base. All arrays are flat, of one unsigned dtype and size."""
+    """A compressor of words against their base. All arrays are flat and have the same unsigned dtype and size."""
 
     def compress(self, words: np.ndarray, base: np.ndarray) -> bytes: ...
     def decompress(self, coded: bytes, base: np.ndarray, words: np.ndarray) -> None:
-        """Write the words, to the base's memory or apart from it."""
+        """Write the decoded words to ``words``, which may be ``base``."""
         ...
 
 
 class _XorZstd:
-    """Words XOR base, through zstd level 1."""
+    """Words XOR base, compressed with zstd level 1."""
 
     def __init__(self, threads: int) -> None:
         functions = _zstd(1)("", threads)
@@ -141,7 +141,7 @@ class _XorZstd:
 
 
 class _Pairs:
-    """The place (u32) and the word of each change."""
+    """The index (u32) and the word of each change."""
 
     def __init__(self, threads: int) -> None:
         pass
@@ -162,7 +162,7 @@ class _Pairs:
         words[places] = np.frombuffer(coded, words.dtype, count, 4 * count)
 
 
-#: Peers of the delta codec, by name, made with a number of threads. ``xor_zstd1`` raises ImportError where zstandard is not installed.
+#: Name -> constructor of a peer of the delta codec, (threads) -> peer. ``xor_zstd1`` may raise ImportError.
 DIFFERENCES: dict[str, Callable[[int], Difference]] = {"xor_zstd1": _XorZstd, "pairs": _Pairs}
-#: Name in :data:`DIFFERENCES` -> name of its package for pip.
+#: Key of :data:`DIFFERENCES` -> package for pip.
 DIFFERENCE_PACKAGES = {"xor_zstd1": "zstandard"}

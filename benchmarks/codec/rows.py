@@ -1,4 +1,4 @@
-"""Row frames in ``bench codec --codec rows``, compared with ordinary frames of the same fragments and memcpy."""
+"""``bench codec --codec rows``: row frames, compared with memcpy and with ordinary frames of the same fragments."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 CODEC = "rows"
 WIDTHS = (256, 1024, 4096)
-#: Timed; "plain" are ordinary frames.
+#: Timed steps; "plain" means ordinary frames.
 _STEPS = ("memcpy", "plain_encode", "encode", "plain_decode", "decode")
 COLUMNS = (
     Column("route", width=6),
@@ -38,9 +38,9 @@ COLUMNS = (
 
 
 class RowTrial:
-    """A segment in fragments: as row frames, with an ordinary frame where a row frame is not smaller, and as ordinary frames.
+    """A segment in fragments, coded twice: as ordinary frames, and as row frames where these are smaller.
 
-    The receiver has each row frame's history, the fragments before it. ``sources``: rows that rows may be scaled copies of, or None.
+    A decoder of a row frame has the fragments before it. ``sources``: source rows of scaled copies, or None.
     """
 
     def __init__(
@@ -60,11 +60,11 @@ class RowTrial:
 
     @property
     def fragments(self) -> int:
-        """Number of frames."""
+        """Number of fragments."""
         return len(self._spans)
 
     def coded_bytes(self, name: str) -> int:
-        """Bytes of all frames, "rows" or "plain"."""
+        """Bytes of all frames of the kind ``name``: "rows" or "plain"."""
         return sum(frame.numel() for frame in self._frames[name])
 
     def plain_encode(self) -> None:
@@ -105,7 +105,7 @@ class RowTrial:
 
 @dataclass(frozen=True)
 class Case:
-    """A tensor to be measured. ``dtype``: torch name."""
+    """A tensor to measure. ``dtype``: torch name."""
 
     rows: data.RowSet
     width: int
@@ -117,12 +117,12 @@ def cases(args: argparse.Namespace) -> list[Case]:
     """The tensors of ``--data``, ``--width``, ``--dtype`` and ``--numel``.
 
     Raises:
-        ToolError: a data set has no rows that follow from others, or a width is not possible.
+        ToolError: a data set has no rows that repeat or scale earlier ones, or a width is below 1.
     """
     named = args.data or data.usual_rows()
     for spec in named:
         if not isinstance(spec, data.RowSet):
-            raise ToolError(f"{spec.name!r} has no rows that follow from others; known: {', '.join(data.ROWS)}")
+            raise ToolError(f"{spec.name!r} has no repeated or scaled rows; known: {', '.join(data.ROWS)}")
     if min(args.width) < 1:
         raise ToolError(f"--width must be at least 1, got {min(args.width)}")
     return [
@@ -135,7 +135,7 @@ def cases(args: argparse.Namespace) -> list[Case]:
 
 
 def rows(args: argparse.Namespace, found: list[Case]) -> Iterator[dict[str, Any]]:
-    """A row for each case and route; the tensor of a case is made once."""
+    """Yield a row for each case and route; the tensor of a case is made once."""
     for case in found:
         words, sources = case.rows.make(case.numel, case.width, case.dtype)
         for route in usable_routes(args.route):
@@ -143,7 +143,7 @@ def rows(args: argparse.Namespace, found: list[Case]) -> Iterator[dict[str, Any]
 
 
 def count(args: argparse.Namespace, found: list[Case]) -> int:
-    """How many rows :func:`rows` gives."""
+    """Number of rows that :func:`rows` yields."""
     return len(found) * len(usable_routes(args.route))
 
 
@@ -168,12 +168,12 @@ def _row(
     return row | {"wrong": wrong}
 
 
-#: Memory for frames that decides on the fragments' size: the default of ``staging_mib``.
+#: Staging memory from which the size of fragments follows: the default of ``staging_mib``.
 STAGING_BYTES = 64 << 20
 
 
 def _measure(words: torch.Tensor, trial: RowTrial, repeats: int) -> tuple[dict[str, float], int]:
-    """Speeds in GB/s of each step, medians, taken in turns; most wrong elements after any decoding."""
+    """Speed of each step in GB/s, medians of timings in turn, and most wrong elements after any decoding."""
     import torch
 
     raw = words.view(torch.uint8)
@@ -181,7 +181,7 @@ def _measure(words: torch.Tensor, trial: RowTrial, repeats: int) -> tuple[dict[s
     steps: dict[str, Callable[[], object]] = {name: getattr(trial, name) for name in _STEPS[1:]}
     steps["memcpy"] = lambda: copied.copy_(raw)
     wrong = 0
-    for name in _STEPS:  # untimed: builds, page faults
+    for name in _STEPS:  # untimed: builds kernels and touches pages
         steps[name]()
     calls = {name: calls_of(steps[name]) for name in _STEPS}
     times: dict[str, list[float]] = {name: [] for name in _STEPS}

@@ -21,19 +21,19 @@ if TYPE_CHECKING:
 
     from ds_zipccl.lossy import LossyCodec
 
-#: Keys of ``ds_zipccl.codecs.CODECS`` in the order of their rows; raw, the baseline, first. A literal, because the codecs import torch;
-#: a test compares both.
+#: Keys of ``ds_zipccl.codecs.CODECS`` in the order of rows, the baseline first. A literal: ``codecs`` imports torch.
+#: A test compares the two.
 CODECS = ("raw", "cascade", "wide")
 NO_ROUTE = "none"
 PEER_ROUTE = "peer"
-#: Seconds in which the OpenMP threads of a copy stop spinning; until then they take the cores from the next timing.
+#: Seconds after which the OpenMP threads of a copy have stopped spinning, which takes cores from the next timing.
 IDLE_S = 0.05
-SAMPLE_S = 0.02  # seconds that one timing takes at least, so that the clock's resolution does not matter
+SAMPLE_S = 0.02  # least seconds of one timing, so that the clock's resolution does not matter
 
 
 @dataclass(frozen=True)
 class Source:
-    """A tensor to be measured. ``dtype``: torch name. ``load``: makes the flat CPU tensor."""
+    """A tensor to measure. ``dtype``: torch name. ``load``: makes or reads the flat CPU tensor."""
 
     name: str
     dtype: str
@@ -44,8 +44,8 @@ class Source:
 class Trial(Protocol):
     """One coder and one tensor.
 
-    ``prepare``: untimed, before an encode; makes ``result`` wrong until the next decode. ``repeatable``: one ``prepare`` serves any
-    number of encodes. ``more``: by name, further decoders, each with an untimed call before it.
+    ``prepare``: untimed, before an encode; makes ``result`` wrong until the next decode. ``repeatable``: one
+    ``prepare`` serves any number of encodes. ``more``: name -> untimed preparation and decoder, for further decoders.
     """
 
     repeatable: bool
@@ -61,7 +61,7 @@ class Trial(Protocol):
 
 @dataclass(frozen=True)
 class Coder:
-    """A codec on a route, or a peer: the names in its rows, the trial of a tensor, and whether it takes a dtype (torch name)."""
+    """A codec on a route, or a peer: names in rows, constructor of a trial, and whether a dtype (torch name) fits."""
 
     route: str
     codec: str
@@ -73,7 +73,7 @@ class Coder:
 
 
 def synthetic(args: argparse.Namespace) -> Iterator[Source]:
-    """Tensors of ``--data``: of all data sets if none is named and there is no ``--corpus``."""
+    """Yield tensors of ``--data``; without ``--data`` and ``--corpus``, of all data sets."""
     named = args.data or ([] if args.corpus else [data.Spec(name) for name in data.DATA])
     specs = dict.fromkeys(spec.scaled(sigma) for spec in named for sigma in args.sigma or [None])
     for numel in args.numel:
@@ -84,7 +84,7 @@ def synthetic(args: argparse.Namespace) -> Iterator[Source]:
 
 
 def stored(args: argparse.Namespace) -> Iterator[Source]:
-    """Tensors of the ``--corpus`` files. A line on stderr names each tensor that no frame can hold and that is left out.
+    """Yield the tensors of the ``--corpus`` files. A line on stderr names each tensor that no frame can hold.
 
     Raises:
         ToolError: a file cannot be read.
@@ -100,7 +100,7 @@ def stored(args: argparse.Namespace) -> Iterator[Source]:
                 reason = "it is empty" if known else f"no frame holds {tensor.dtype} with strides {tensor.stride()}"
                 tables.complain(f"{name} left out: {reason}")
                 continue
-            # Names repeat from file to file.
+            # Two files may have the same names.
             name = name if len(args.corpus) == 1 else f"{Path(path).stem}:{name}"
             dtype = str(tensor.dtype).removeprefix("torch.")
             for copies in dict.fromkeys(math.ceil(n / tensor.numel()) if args.tile else 1 for n in args.numel):
@@ -116,10 +116,10 @@ def _tiled(load: Callable[[], torch.Tensor], copies: int) -> torch.Tensor:
 
 
 def ours(args: argparse.Namespace) -> Iterator[Coder]:
-    """Our codecs of ``--codec`` on the routes of ``--route``.
+    """Yield the lossless codecs of ``--codec`` on the routes of ``--route``.
 
     Raises:
-        ToolError: a route does not work here; says why.
+        ToolError: a route does not work here.
     """
     routes = usable_routes(args.route)
     pairs = [(codec, NO_ROUTE if codec == "raw" else route) for codec in CODECS for route in routes]
@@ -129,10 +129,10 @@ def ours(args: argparse.Namespace) -> Iterator[Coder]:
 
 
 def usable_routes(wanted: list[str]) -> list[str]:
-    """Routes to measure: the ``wanted`` ones, all that work here if none is wanted.
+    """Routes to measure: the ``wanted`` ones, or all that work here if ``wanted`` is empty.
 
     Raises:
-        ToolError: a wanted route does not work here, or none does.
+        ToolError: a wanted route does not work here, or no route works.
     """
     from ds_zipccl import kernels
 
@@ -150,7 +150,7 @@ def usable_routes(wanted: list[str]) -> list[str]:
 
 
 def peers_of(args: argparse.Namespace) -> Iterator[Coder]:
-    """Peers of ``--peers`` that are installed. A line on stderr names each one that is not."""
+    """Yield the installed peers of ``--peers``. A line on stderr names each missing peer."""
     names = list(peers.PEERS) if args.peers == [] else dict.fromkeys(args.peers or [])
     for name in names:
         peer = peers.PEERS[name]
@@ -163,7 +163,7 @@ def peers_of(args: argparse.Namespace) -> Iterator[Coder]:
 
 
 def spoil(back: torch.Tensor, tensor: torch.Tensor) -> None:
-    """Fill the output of a trial with the complement of every bit."""
+    """Fill the output ``back`` with the complement of the bits of ``tensor``."""
     import torch
 
     from ds_zipccl.benchmarks.exponents import words
@@ -172,7 +172,7 @@ def spoil(back: torch.Tensor, tensor: torch.Tensor) -> None:
 
 
 class FrameTrial:
-    """One of our codecs and one tensor."""
+    """One codec of ds_zipccl and one tensor."""
 
     repeatable = True
     more: Mapping[str, tuple[Callable[[], None], Callable[[], None]]] = {}
@@ -214,7 +214,7 @@ class FrameTrial:
 
 
 def measure(source: Source, coders: list[Coder], block: int, repeats: int) -> Iterator[dict[str, Any]]:
-    """Rows of one tensor, one for each coder; the tensor is made once."""
+    """Yield a row for each coder; the tensor is made once."""
     from ds_zipccl.benchmarks.exponents import Fields, exponents
 
     tensor = source.load()
@@ -232,7 +232,7 @@ def measure(source: Source, coders: list[Coder], block: int, repeats: int) -> It
 
 
 def accepted(about: str, numel: int, call: Callable[[], tuple[dict[str, float], int]]) -> tuple[dict[str, float], int]:
-    """Speeds and wrong elements of a call; no speeds and ``numel`` wrong elements if a decoder refuses our own frame, which is told."""
+    """Speeds and wrong elements of a call; if a decoder refuses the frame, {}, ``numel`` and a line on stderr."""
     from ds_zipccl.frame import FrameError
 
     try:
@@ -243,7 +243,7 @@ def accepted(about: str, numel: int, call: Callable[[], tuple[dict[str, float], 
 
 
 def figures(speeds: Mapping[str, float], names: Sequence[str] = ("encode", "decode")) -> dict[str, float | None]:
-    """Columns of the speeds of ``names`` and of memcpy, in GB/s, and of their quotients; None where nothing was measured."""
+    """Columns: speeds of ``names`` and of memcpy in GB/s, and their quotients; None without measured speeds."""
     found = {f"{name}_gbps": speeds.get(name) for name in (*names, "memcpy")}
     return found | {f"{name}_memcpy": speeds[name] / speeds["memcpy"] if speeds else None for name in names}
 
@@ -251,20 +251,20 @@ def figures(speeds: Mapping[str, float], names: Sequence[str] = ("encode", "deco
 def run(
     tensor: torch.Tensor, trial: Trial, repeats: int, wanted: torch.Tensor | None = None
 ) -> tuple[dict[str, float], int]:
-    """Speeds in GB/s of memcpy, encode, decode and the trial's further decoders; most wrong elements after any timing.
+    """Speeds in GB/s of memcpy, encode, decode and the trial's further decoders; most wrong elements of any timing.
 
-    ``wanted``: what the tensor is decoded to; None: itself.
+    ``wanted``: right result of a decoder; None: the tensor itself.
     """
     import torch
 
     wanted = tensor if wanted is None else wanted
 
-    # copy_ of fp8 elements, or of bytes at some addresses, is slower than a memcpy. copy_ of wide integers never is.
+    # copy_ of fp8 elements, or of bytes at some addresses, is slower than memcpy; copy_ of int64 is not.
     raw = tensor.view(torch.uint8)
     raw = raw if raw.numel() % 8 else raw.view(torch.int64)
     copied = torch.empty_like(raw)
     steps = {"memcpy": lambda: copied.copy_(raw), "encode": trial.encode, "decode": trial.decode}
-    for call in (trial.prepare, *steps.values()):  # untimed: builds, page faults
+    for call in (trial.prepare, *steps.values()):  # untimed: builds kernels and touches pages
         call()
     wrong = wrong_of(trial.result(), wanted)
     for before, decode in trial.more.values():
@@ -287,14 +287,14 @@ def run(
 
 
 def wrong_of(got: torch.Tensor, wanted: torch.Tensor) -> int:
-    """Elements whose bits differ; all of them if the sizes differ."""
+    """Number of elements whose bits differ; all elements if the sizes differ."""
     from ds_zipccl.benchmarks.exponents import differing
 
     return differing(got, wanted) if got.numel() == wanted.numel() else wanted.numel()
 
 
 def seconds_of(step: Callable[[], object], calls: int = 1) -> float:
-    """Seconds of one call, as the mean of ``calls`` in a row."""
+    """Seconds per call, the mean of ``calls`` consecutive calls."""
     start = time.perf_counter()
     for _ in range(calls):
         step()
@@ -302,5 +302,5 @@ def seconds_of(step: Callable[[], object], calls: int = 1) -> float:
 
 
 def calls_of(step: Callable[[], object]) -> int:
-    """Calls that take :data:`SAMPLE_S` together."""
+    """Number of calls that together take about :data:`SAMPLE_S` seconds."""
     return max(1, int(SAMPLE_S / max(seconds_of(step), 1e-9)))

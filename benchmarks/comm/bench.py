@@ -3,34 +3,34 @@
 Columns (also the keys of the rows in ``--json``):
 
 * ``op``, ``dtype``; ``numel``: elements of the whole tensor (output of a gather, input of a scatter), a multiple of ``ranks``.
-* ``ranks``, ``nodes``, ``link``: number of processes; number of nodes that share out the processes in blocks; network between the
-  nodes. On ``loopback`` there is one node. With ``--link`` there is one node per rank, or as many as ``--nodes`` says.
-* ``variant``: ``plain``: the collective of torch.distributed. ``raw``: our schedule with the codec raw. ``coded``: our
-  schedule, compressed. ``auto``: the fastest of these three, which calls before the timed ones find out.
-* ``time_us``: median over the repeats of the slowest rank's time, in microseconds. The variants take turns.
+* ``ranks``, ``nodes``, ``link``: number of processes; number of nodes, which hold consecutive ranks; network between
+  the nodes. ``loopback`` has one node. ``--link`` has one node per rank, or the number of ``--nodes``.
+* ``variant``: ``plain``: the collective of torch.distributed. ``raw``: the schedule of ds_zipccl, uncompressed.
+  ``coded``: the same, compressed. ``auto``: the fastest of these three, chosen by untimed calls.
+* ``time_us``: median over the repeats of the slowest rank's time, in microseconds. The variants are timed in turn.
 * ``algbw``, ``busbw``: algorithm and bus bandwidth as in nccl-tests, in GB/s (1e9 bytes per second). algbw is the size of the whole
   tensor / ``time_us``. busbw is algbw x (n-1)/n for all_gather, reduce_scatter and all_to_all, x 2(n-1)/n for all_reduce, x 1 for
   broadcast, with n ranks. Both count logical bytes: a coded row can show more than the link carries.
 * ``logical_bytes``: bytes that a rank sends under a bandwidth-optimal schedule without compression.
-* ``wire_bytes``: bytes that the busiest rank sent, headers included. The bytes of gloo's own schedules cannot be seen from
-  outside: the plain row has ``logical_bytes`` in both columns, and so has ``auto`` where gloo is fastest. The source of a broadcast
-  sends one frame to each other rank.
-* ``wrong``: elements, summed over ranks, whose bits differ from the plain result; the most of any repeat. Nccl-tests calls it
-  #wrong. In sums one NaN is as good as another: the payload of a NaN is not defined there.
+* ``wire_bytes``: bytes that the busiest rank sent, headers included. gloo does not report the bytes of its schedules:
+  the plain row repeats ``logical_bytes``, and so does ``auto`` where gloo is fastest. A broadcast sends n-1 frames.
+* ``wrong``: elements, summed over ranks, whose bits differ from the plain result (#wrong of nccl-tests); the most of
+  any repeat. In sums every NaN equals every other NaN, because the payload of their NaN is undefined.
 
-``--backend nccl`` takes CUDA tensors and NCCL groups. A rank has the GPU of its number; where there are more ranks than GPUs, ranks share
-them, over sockets, with variables of NCCL that the output names: right results, and times that say nothing about a network. With ``--link``
-all ranks talk over sockets and the shaped network, also where GPUs could reach each other. ``--op all`` is
-the operations that ds_zipccl has a schedule for there, and ``auto`` is not a variant. The differences in the columns:
+``--backend nccl`` takes CUDA tensors and NCCL groups. Rank i has GPU i. If ranks outnumber GPUs, ranks share GPUs and
+communicate over sockets, with the NCCL variables that the output names; their times then say nothing about a network.
+With ``--link`` all ranks communicate over sockets and the shaped network. ``--op all`` means the operations for which
+ds_zipccl has a schedule on NCCL groups, and ``auto`` is not a variant. The columns differ:
 
-* ``time_us``: a measurement is the mean of ``--iterations`` calls in stream order, by events of the device. The host does not wait between
-  the calls, unless a call itself waits.
-* ``ratio``: ``logical_bytes / wire_bytes``. ``host_waits``: times that the host waits for the device in a call.
-* ``wrong``: with more than two ranks our sums are compared with fp32 sums in the order of the ranks, because NCCL promises no order.
+* ``time_us``: a measurement is the mean of ``--iterations`` calls in stream order, timed by CUDA events. The host does
+  not wait between the calls, unless a call itself waits.
+* ``ratio``: ``logical_bytes / wire_bytes``. ``host_waits``: how often the host waits for the device per call.
+* ``wrong``: with more than two ranks, raw and coded sums are compared with fp32 sums in rank order, because NCCL
+  promises no order.
 
-``--link LINK`` is ``RATE[,DELAY[~JITTER]][,LOSS]``, such as ``1gbit``, ``1gbit,20ms``, ``1gbit,0.1%`` or ``1gbit,20ms~2ms,0.1%``.
-DELAY is the time from node to node, half of a round trip. JITTER makes the delay of a packet differ by so much either way, and packets
-overtake each other. LOSS is a share of the packets. It needs root, and ``pip install ds-zipccl[bench]`` for pyroute2.
+``--link LINK`` is ``RATE[,DELAY[~JITTER]][,LOSS]``, such as ``1gbit``, ``1gbit,20ms``, ``1gbit,0.1%`` or
+``1gbit,20ms~2ms,0.1%``. DELAY is the one-way time between nodes. JITTER is the greatest deviation of a packet's delay
+from DELAY; packets may overtake each other. LOSS is a share of the packets. It needs root and pyroute2.
 
 Every rank has one thread. The exit status is 1 if any element is wrong.
 """
@@ -67,8 +67,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     named = f"{', '.join(VARIANTS)} (plain raw coded)"
     option("--variants", nargs="+", choices=VARIANTS, default=["plain", "raw", "coded"], metavar="V", help=named)
     option("--repeats", type=int, default=5, metavar="K", help="timings whose median is shown (5)")
-    option("--iterations", type=int, default=10, metavar="I", help="with nccl: calls in one timing (10)")
-    option("--timeout", type=float, default=300, metavar="S", help="seconds for one case, then all is killed (300)")
+    option("--iterations", type=int, default=10, metavar="I", help="with nccl: calls per timing (10)")
+    option("--timeout", type=float, default=300, metavar="S", help="seconds per case before all ranks are killed (300)")
     option("--json", metavar="FILE", help="write the rows here too")
     parser.epilog = data.about()
 
@@ -113,10 +113,10 @@ def main(args: argparse.Namespace) -> int:
 
 
 def _operations(args: argparse.Namespace, backend: Backend) -> list[str]:
-    """The kinds of operations to measure.
+    """The operations to measure.
 
     Raises:
-        ToolError: the backend cannot be used here, or the options ask for something that it does not have.
+        ToolError: the backend does not work here, or an option names an operation or variant that it lacks.
     """
     backend.check()
     coded = [op for op in TRAFFIC if backend.codes(op)]
@@ -124,11 +124,11 @@ def _operations(args: argparse.Namespace, backend: Backend) -> list[str]:
         args.op = coded
     if others := [op for op in args.op if op not in coded]:
         raise ToolError(
-            f"--op {others[0]} passes plain on {args.backend} groups, so that there is nothing to compare; it has {', '.join(coded)}"
+            f"--op {others[0]} passes plain on {args.backend} groups: nothing to compare; take {', '.join(coded)}"
         )
     if backend.streams and "auto" in args.variants:
         raise ToolError(
-            "--variants auto chooses by whole optimizer steps on NCCL groups, and no call shows it; take bench train --backend nccl"
+            "--variants auto chooses by optimizer steps on NCCL groups, not by calls; take bench train --backend nccl"
         )
     if args.iterations < 1:
         raise ToolError(f"--iterations must be at least 1, got {args.iterations}")

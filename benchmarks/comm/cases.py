@@ -1,4 +1,4 @@
-"""Cases of ``bench comm`` and ``plan --validate``, their sizes and their bandwidths."""
+"""Cases of ``bench comm`` and ``plan --validate``, with sizes and bandwidths."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from ds_zipccl.ops import TRAFFIC
 class Case:
     """One operation of :data:`ds_zipccl.ops.TRAFFIC` on one tensor: a row for each variant.
 
-    ``numel``: elements of the whole tensor, a multiple of the number of ranks. ``timeout``: seconds. ``iterations``: calls in one
-    measurement, whose mean counts.
+    ``numel``: elements of the whole tensor, a multiple of the number of ranks. ``timeout``: seconds. ``iterations``:
+    calls per measurement, which is their mean.
     """
 
     op: str
@@ -32,7 +32,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Calibration:
-    """One row: the :class:`ds_zipccl.policy.cost_model.LinkProfile` of the ranks, as its :meth:`to_json` gives it."""
+    """One row: the :class:`ds_zipccl.policy.cost_model.LinkProfile` of the ranks in the form of :meth:`to_json`."""
 
     timeout: float  # seconds
 
@@ -40,13 +40,13 @@ class Calibration:
 def elements(numel: int, share: Callable[[int], float], ranks: int) -> int:
     """Elements in a ``share`` of ``numel`` elements; exact, because ``numel`` is a multiple of ``ranks``.
 
-    A share is a whole number over ``ranks``. As a float it is off by less than 1e-15 of itself, which rounding takes away.
+    A share is a whole number / ``ranks``. Rounding removes the relative error of its float, less than 1e-15.
     """
     return round(numel * share(ranks))
 
 
 def bandwidths(op: str, nbytes: int, ranks: int, seconds: float) -> dict[str, float]:
-    """``algbw`` and ``busbw`` in 1e9 bytes per second, as nccl-tests defines them.
+    """``algbw`` and ``busbw`` of nccl-tests in 1e9 bytes per second.
 
     Args:
         nbytes: bytes of the whole tensor.
@@ -57,10 +57,10 @@ def bandwidths(op: str, nbytes: int, ranks: int, seconds: float) -> dict[str, fl
 
 
 def check(args: argparse.Namespace) -> None:
-    """Check options before anything is measured.
+    """Check the options before the first measurement.
 
     Raises:
-        ToolError: an option makes no sense; names the option and the rule.
+        ToolError: an option breaks a rule; names both.
     """
     if args.repeats < 1 or args.timeout <= 0:
         raise ToolError(f"--repeats must be at least 1 and --timeout above 0, got {args.repeats} and {args.timeout:g}")

@@ -1,8 +1,8 @@
-"""Collectives, host waits and bytes of a step of ZeRO-3, or of experts, on NCCL groups, counted.
+"""Counts of a step on NCCL groups, ZeRO-3 and experts: ``python -m ds_zipccl.benchmarks.comm.counted --json PATH``.
 
-Rank 0 of each topology runs the schedules of the package on a group without peers: collectives and kernels only count, and memory is
-reserved, never touched. Every rank of a topology runs the same schedules, so that rank 0 stands for all. Sizes of frames follow from the
-typical ratios of the model.
+Rank 0 of each topology runs the schedules of the package on a group without peers. Collectives and kernels only count;
+memory is reserved, never touched. Rank 0 stands for all ranks, because all run the same schedules. Frames have the
+sizes that follow from the typical ratios of the cost model.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ from ds_zipccl.policy import admission, wire
 from ds_zipccl.policy.cost_model import GATHER, RATIO, SUM
 from ds_zipccl.telemetry import counters
 
-#: Elements of the parameters of a layer of Llama 7B, in their order, and of the embeddings; layers; elements of a bucket of gradients.
+#: Elements of the parameters of a layer of Llama 7B and of its embeddings; layers; elements per gradient bucket.
 LAYER = (4096**2,) * 4 + (4096 * 11008,) * 3 + (4096,) * 2
 EMBEDDINGS = (32_000 * 4096,) * 2
 LAYERS, BUCKET = 32, 500_000_000
-#: Elements that a rank sends in an exchange of a layer of experts: places for 8192 tokens with a capacity factor of 1.25; the exchanges.
+#: Elements that a rank sends in an exchange of an expert layer: 8192 tokens, capacity factor 1.25; kinds of exchanges.
 EXCHANGE, EXCHANGES = 8192 * 5 // 4 * 4096, ("dispatch", "combine", "combine.bwd", "dispatch.bwd")
-#: Steps of the layer: the first and the last are counted. Its empty places change from step to step, and the ratios with them.
+#: Ratio of the exchanges in each step; it varies with the unused capacity. The first and the last step are counted.
 EXCHANGE_RATIOS = (1.9, 1.6, 1.8, 2.1, 1.7, 2.0)
-#: Nodes and GPUs of a node.
+#: Nodes, and GPUs per node.
 TOPOLOGIES = ((2, 8), (4, 8))
-#: Bytes of a GPU's memory, and those that are free after the first step.
+#: Bytes of a GPU's memory, and bytes free after the first step.
 MEMORY = 80 << 30, 20 << 30
 BACKEND, DEVICE = "fake", torch.device("cpu")
 CONFIG = ZipcclConfig(enabled=True, mode="always", nccl="on", reduction="fp32")
@@ -60,9 +60,9 @@ COLUMNS = (
 
 
 class Counting:
-    """Collectives and kernels that only count: a :class:`~ds_zipccl.comm.transport.protocol.CollectiveTransport` and the functions of
-    kernels that its schedules call. ``between``: bytes that a node sends to other nodes; the backend's gathers are rings. ``calls``: also
-    the waits of the host behind which no collective was issued, and the bytes of words that encoders read."""
+    """Collectives and kernels that only count: a :class:`~ds_zipccl.comm.transport.protocol.CollectiveTransport` and
+    the kernel functions that its schedules call. ``between``: bytes that a node sends to other nodes; gathers of the
+    backend are rings. ``calls``: counts by kind, including idle waits of the host and bytes that encoders read."""
 
     def __init__(self) -> None:
         self.calls: Counter[str] = Counter()
@@ -91,11 +91,11 @@ class Counting:
         self.between += len(self.nodes[0]) * afar * sent.itemsize
 
     def max(self, words: torch.Tensor) -> None:
-        words[1:] = words.max()  # the sizes that other ranks tell
+        words[1:] = words.max()  # the sizes of the other ranks
         self._issued = self.calls["collective"]
 
     def timeout(self, device: torch.device) -> timedelta:
-        self.calls["idle wait"] += self.calls["collective"] == self._issued  # the host asks before it waits
+        self.calls["idle wait"] += self.calls["collective"] == self._issued  # called before the host waits
         return timedelta(minutes=1)
 
     def frame_sizes(
@@ -120,7 +120,7 @@ class Counting:
 
 @contextmanager
 def _world(nodes: int, each: int, counting: Counting) -> Iterator[None]:
-    """Let this process be rank 0 of ``nodes`` nodes without peers."""
+    """Make this process rank 0 of ``nodes`` nodes of ``each`` ranks, without peers."""
     dist.init_process_group(BACKEND, store=FakeStore(), rank=0, world_size=nodes * each)
     try:
         counting.nodes = [list(range(node * each, (node + 1) * each)) for node in range(nodes)]
@@ -134,7 +134,7 @@ def _world(nodes: int, each: int, counting: Counting) -> Iterator[None]:
 
 
 def count(nodes: int, each: int, counting: Counting) -> dict[str, Any]:
-    """Return the counts of one step: each layer gathered forward and backward, and all gradients reduced in buckets."""
+    """Return the counts of one step: a gather per layer and pass, and a sum per gradient bucket."""
     found, ranks = {}, nodes * each
     buckets = -(-(LAYERS * sum(LAYER) + sum(EMBEDDINGS)) // BUCKET)
     with _world(nodes, each, counting):
@@ -163,7 +163,7 @@ def count(nodes: int, each: int, counting: Counting) -> dict[str, Any]:
         found["layer"],
         found["bucket"],
     )
-    ring = 2 * (ranks - 1) / ranks  # bytes for each bf16 element
+    ring = 2 * (ranks - 1) / ranks  # bytes per bf16 element
     return {
         "nodes": nodes,
         "each": each,
@@ -181,7 +181,7 @@ def count(nodes: int, each: int, counting: Counting) -> dict[str, Any]:
 
 
 def _exchanges(counting: Counting) -> dict[str, Any]:
-    """Return the counts of the exchanges of a layer of experts, in the first step, which agrees on sizes first, and in the last."""
+    """Return the counts of the exchanges of an expert layer in the first step, which agrees on sizes, and the last."""
     source, target = _words(EXCHANGE), _words(EXCHANGE)
     steps = []
     for counting.ratio in EXCHANGE_RATIOS:
@@ -207,7 +207,7 @@ def _words(numel: int) -> torch.Tensor:
 
 
 def rows() -> list[dict[str, Any]]:
-    """Return the counts of all :data:`TOPOLOGIES`. For a process of its own: the backend stays installed."""
+    """Return the counts of all :data:`TOPOLOGIES`. The backend stays installed in this process."""
     counting = Counting()
     COLLECTIVE_TRANSPORTS[BACKEND] = counting  # type: ignore[assignment]
     admission.CODED_BACKENDS["cpu"] = (BACKEND,)

@@ -1,4 +1,4 @@
-"""The processes of ``bench comm`` and ``plan --validate``: started, watched, and none left behind."""
+"""Start, watch and end the processes of ``bench comm`` and ``plan --validate``."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ GOODBYE_S = 60  # seconds for the processes to end after their last row
 def launch(
     ranks: int, cases: list[Case | Calibration], network: Network | None, backend: Backend = BACKENDS["gloo"]
 ) -> Iterator[dict[str, Any]]:
-    """Start the processes, give their rows as they come, and leave no process behind.
+    """Start the processes, yield their rows as they arrive, and kill what is left at the end.
 
     Raises:
-        ToolError: a process failed, or no row came for as long as a case may take.
+        ToolError: a process failed, or no row arrived within the timeout of a case.
     """
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
     from torch.multiprocessing import get_context
@@ -33,7 +33,7 @@ def launch(
 
     from ds_zipccl.benchmarks.comm.trial import take_part
 
-    # The store lives in this process, on a port that the system chose: no other program can take the port in between.
+    # This process holds the store, so that no other program can take its port, which the system chose, meanwhile.
     store = TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=cases[0].timeout), wait_for_workers=False)
     results = get_context("spawn").Queue()
     context = spawn(take_part, (ranks, network, store.port, cases, results, backend), nprocs=ranks, join=False)
@@ -43,7 +43,7 @@ def launch(
         deadline = time.monotonic() + GOODBYE_S
         while not _ended(context, timeout=1):
             if time.monotonic() > deadline:
-                raise ToolError(f"all rows are there, but the processes do not end within {GOODBYE_S} s")
+                raise ToolError(f"all rows arrived, but the processes did not end within {GOODBYE_S} s")
     finally:
         for process in context.processes:
             process.kill()
@@ -51,15 +51,15 @@ def launch(
 
 
 def rows_of(cases: list[Case | Calibration]) -> int:
-    """Number of rows that :func:`launch` gives."""
+    """Number of rows that :func:`launch` yields."""
     return sum(len(case.variants) if isinstance(case, Case) else 1 for case in cases)
 
 
 def _next(results: Any, context: ProcessContext, timeout: float) -> dict[str, Any]:
-    """The next row; blocks for ``timeout`` seconds at most.
+    """Return the next row; blocks for at most ``timeout`` seconds.
 
     Raises:
-        ToolError: a process failed, or no row came.
+        ToolError: a process failed, or no row arrived.
     """
     deadline = time.monotonic() + timeout
     while time.monotonic() < deadline:
@@ -68,16 +68,14 @@ def _next(results: Any, context: ProcessContext, timeout: float) -> dict[str, An
             return row
         except queue.Empty:
             _ended(context, timeout=0)
-    raise ToolError(
-        f"no result for {timeout:g} s; all processes are killed. A larger --timeout, or a smaller --numel, may help"
-    )
+    raise ToolError(f"no result within {timeout:g} s; all processes are killed. Raise --timeout or lower --numel")
 
 
 def _ended(context: ProcessContext, timeout: float) -> bool:
-    """Whether all processes have ended well; waits up to ``timeout`` seconds until one ends.
+    """Whether all processes have ended with status 0; waits up to ``timeout`` seconds for an end.
 
     Raises:
-        ToolError: a process failed; torch kills the remaining ones.
+        ToolError: a process failed; torch kills the remaining processes.
     """
     from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException
 

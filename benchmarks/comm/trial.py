@@ -1,4 +1,4 @@
-"""One process of ``bench comm``: run every variant of an operation in turn, take its time, count its bytes and waits, check its bits."""
+"""One process of ``bench comm``: time each variant of an operation in turn, count bytes and waits, check the bits."""
 
 from __future__ import annotations
 
@@ -45,11 +45,11 @@ def take_part(
     results: Queue[dict[str, Any]],
     backend: Backend = BACKENDS["gloo"],
 ) -> None:
-    """Run all ``cases`` as one of ``ranks`` processes; rank 0 puts the rows into ``results``. Blocks until the last row is measured.
+    """Run all ``cases`` as one of ``ranks`` processes; rank 0 puts the rows into ``results``. Blocks to the end.
 
     Args:
-        network: network whose node this process moves to; None for loopback.
-        port: of the store at which the processes meet.
+        network: this process moves to its node of the network; None for loopback.
+        port: port of the rendezvous store.
     """
     os.environ.update(backend.environment(ranks, rank, network is not None))  # before any library reads them
     if network:
@@ -59,7 +59,7 @@ def take_part(
     loopback = next((name for _, name in socket.if_nameindex() if name in LOOPBACKS), None)
     if network:
         os.environ["GLOO_SOCKET_IFNAME"] = namespaces.INTERFACE
-    elif loopback:  # otherwise gloo picks the interface of the host name, which need not exist
+    elif loopback:  # gloo would pick the interface of the host name, which may not exist
         os.environ["GLOO_SOCKET_IFNAME"] = loopback
     # The deprecated names exist in every torch that DeepSpeed runs on.
     warnings.filterwarnings("ignore", "`torch.distributed.*is deprecated", FutureWarning)
@@ -85,12 +85,12 @@ def take_part(
         for row in rows:
             if rank == 0:
                 results.put(row)
-    dist.barrier()  # gloo aborts now and then where one process leaves early
+    dist.barrier()  # gloo sometimes aborts if a process leaves early
     dist.destroy_process_group()
 
 
 def _follow_parent() -> None:
-    """End this process when its parent is gone, whatever ended the parent."""
+    """End this process when its parent has ended, for whatever reason."""
     if (parent := multiprocessing.parent_process()) is not None:
         parent.join()
         os._exit(1)
@@ -99,12 +99,12 @@ def _follow_parent() -> None:
 def measure(
     case: Case, rank: int, ranks: int, network: Network | None, backend: Backend, device: torch.device
 ) -> list[dict[str, Any]]:
-    """Rows of the case, one for each variant; the same on every rank."""
+    """Return a row of the case for each variant; the rows are equal on all ranks."""
     trial = Trial(case, rank, ranks, backend, device)
     for _ in range(settling(case.op) if "auto" in case.variants else 0):
         trial.run("auto")
     runs = torch.zeros(case.repeats + 1, len(case.variants), len(astuple(Run())), dtype=torch.float64)
-    for repeat in range(case.repeats + 1):  # the first time builds kernels and touches pages; only its bits are checked
+    for repeat in range(case.repeats + 1):  # the first run builds kernels and touches pages: only its bits count
         for index, variant in enumerate(case.variants):
             runs[repeat, index] = torch.tensor(astuple(trial.run(variant)), dtype=torch.float64)
     most, summed = runs.to(device, copy=True), runs.to(device, copy=True)
@@ -137,7 +137,7 @@ def measure(
 
 
 def settling(op: str) -> int:
-    """Calls that the tuner needs at most to choose one of four schedules."""
+    """Greatest number of calls before the tuner has chosen one of four schedules."""
     soon, late = trial.DELAY_CALLS
     return 4 * trial.TRIAL_CALLS + (late if ops.OPS[op].one_sided else soon) + 1
 
@@ -151,8 +151,8 @@ def _config(variant: Variant, backend: Backend) -> ZipcclConfig | None:
 
 @dataclass(frozen=True)
 class Run:
-    """One measurement of a variant on this rank; figures of one call. ``wrong``: elements that differ from the result wanted. ``sent``:
-    bytes, 0 for plain. ``host_waits``: for the device."""
+    """One measurement of a variant on this rank, per call. ``wrong``: elements that differ from the wanted result.
+    ``sent``: bytes, 0 for plain. ``host_waits``: waits for the device."""
 
     seconds: float = 0.0
     wrong: float = 0.0
@@ -161,13 +161,13 @@ class Run:
 
 
 class Clock:
-    """The time of calls: of the device's current stream where the device has streams, otherwise of the host. Never waits in between."""
+    """A clock of calls: events of the current stream on devices with streams, otherwise the host's time."""
 
     def __init__(self, device: torch.device) -> None:
         self._runtime = devices.runtime(device)
 
     def now(self) -> Any:
-        """A moment of the stream, or of the host."""
+        """Return a mark of the stream or of the host, without waiting."""
         if self._runtime is None:
             return time.perf_counter()
         event = self._runtime.Event(enable_timing=True)
@@ -175,7 +175,7 @@ class Clock:
         return event
 
     def seconds(self, spans: Sequence[tuple[Any, Any]]) -> float:
-        """Mean of the times between two moments each. Waits for the last one."""
+        """Return the mean time between the two marks of each span. Waits for the last mark."""
         if self._runtime is None:
             return float(statistics.mean(end - begin for begin, end in spans))
         spans[-1][1].synchronize()
@@ -183,10 +183,10 @@ class Clock:
 
 
 class Trial:
-    """Buffers of one case on one rank, and the result wanted: the plain collective's.
+    """Buffers of one case on one rank, and the wanted result, which is that of the plain collective.
 
-    Sums of more than two ranks in stream order are the exception, because NCCL promises no order of its additions: there our schedules must
-    give fp32 sums in the order of the ranks, rounded once. The plain collective is then compared with itself.
+    NCCL promises no order of additions. On its groups of more than two ranks, ds_zipccl must therefore give fp32 sums
+    in rank order, rounded once, and plain sums are compared with the first plain sum.
     """
 
     def __init__(self, case: Case, rank: int, ranks: int, backend: Backend, device: torch.device) -> None:
@@ -211,10 +211,10 @@ class Trial:
             self._wanted |= {name: ours for name, config in self._configs.items() if config is not None}
 
     def run(self, variant: str) -> Run:
-        """Run the operation on all ranks, as often as the case says; the last result is compared.
+        """Run the operation :attr:`Case.iterations` times on all ranks, and compare the last result.
 
         Raises:
-            RuntimeError: the policy let the operation pass, so that the row would not measure its variant.
+            RuntimeError: the policy passed the operation to the plain collective, which is not the variant of the row.
         """
         config = self._configs[variant]
         module: Any = dist if config is None else comm
@@ -231,14 +231,14 @@ class Trial:
         rows = counters.rows()
         passed = [reason for row in rows for reason in row["reasons"]]
         if passed and VARIANTS[variant].always:
-            raise RuntimeError(f"{variant} was asked for, but the operation passed through: {', '.join(passed)}")
+            raise RuntimeError(f"{variant} must not pass through, but the operation did: {', '.join(passed)}")
         wrong = differing(self._output, self._wanted[variant], any_nan=self._op.sums)
         waits = sum(row["host_waits"] for row in rows)
         sent = counters.totals()["wire_bytes"] // self._iterations
         return Run(seconds, wrong, sent, waits / self._iterations)
 
     def _prepare(self, variant: str) -> None:
-        """Fill the output: in place with the input, otherwise with wrong bits, so that an element that is not written counts as wrong."""
+        """Fill the output with the input of an in-place operation, or with wrong bits, which count if they stay."""
         if self._op.outputs is None:
             self._output.copy_(self._source)
         else:

@@ -1,13 +1,13 @@
-"""``plan --validate``: predictions of the cost model compared with measurements of ``bench comm``, in the same processes.
+"""``plan --validate``: predictions of the cost model, compared with measurements of ``bench comm``.
 
-Columns (also the keys of the rows in ``--json``, whose ``profiles`` have the measurements of link and codec):
+Columns (also the keys of the rows in ``--json``, which has the measured ``profiles`` of link and codec too):
 
 * ``op``, ``numel``, ``ranks``, ``link``, ``variant``: as in ``bench comm``. ``measured_ms``: the median of its times.
-* ``predicted_ms``: of :func:`ds_zipccl.policy.cost_model.predict`; for plain of gloo's own schedules, as far as they are known. The
-  ratio of coded rows is the ratio of the bytes that they sent.
+* ``predicted_ms``: from :func:`ds_zipccl.policy.cost_model.predict`; plain rows use the known part of gloo's schedules.
+  The ratio of coded rows is that of the bytes that raw and coded sent.
 * ``off``: predicted / measured. ``ideal_ms``: in plain rows, the prediction for a bandwidth-optimal schedule.
 
-The exit status is 1 if raw or coded is off by more than 20%. gloo's schedules are not ours: a line counts the plain rows that are off.
+The exit status is 1 if a raw or coded row is off by more than 20%, or a bit is wrong. Plain rows are only counted.
 """
 
 from __future__ import annotations
@@ -56,12 +56,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument("--repeats", type=int, default=5, metavar="K", help="timings whose median is shown (5)")
     group.add_argument(
-        "--timeout", type=float, default=300, metavar="S", help="seconds for one case, then all is killed (300)"
+        "--timeout", type=float, default=300, metavar="S", help="seconds per case before all ranks are killed (300)"
     )
 
 
 def main(args: argparse.Namespace) -> int:
-    """Measure, predict, compare; 1 if raw or coded is off by more than :data:`TOLERANCE` or any bit is wrong."""
+    """Measure, predict, compare; 1 if a raw or coded row is off by more than :data:`TOLERANCE` or a bit is wrong."""
     args.link, args.nodes, args.dtype, args.data = args.link or [None], None, [_DTYPE], _DATA
     comm_cases.check(args)
     table, rows, profiles = tables.Table(COLUMNS), [], []
@@ -96,7 +96,7 @@ def _about(entry: dict[str, Any], profile: LinkProfile) -> str:
 
 
 def _compared(found: list[dict[str, Any]], profile: LinkProfile) -> list[dict[str, Any]]:
-    """Rows of one case, one for each variant."""
+    """Return the rows of one case, one for each variant."""
     wire = {row["variant"]: row["wire_bytes"] for row in found}
     ratio = wire["raw"] / wire["coded"]
 
@@ -124,5 +124,5 @@ def _judge(rows: list[dict[str, Any]]) -> int:
         tables.complain(f"{wrong} elements differ from the results of the plain collectives")
     if len(bad) > len(gloos):
         tables.complain(f"the model is off by more than {TOLERANCE:.0%} for {len(bad) - len(gloos)} rows of raw and coded; "
-                        "other programs on these cores disturb it, --repeats helps")  # fmt: skip
+                        "other programs on these cores disturb it: raise --repeats")  # fmt: skip
     return int(bool(wrong) or len(bad) > len(gloos))

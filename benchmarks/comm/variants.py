@@ -1,4 +1,4 @@
-"""Variants that ``bench comm``, ``bench train`` and ``plan --validate`` compare: a table, and variants that name settings of their own."""
+"""Variants that ``bench comm``, ``bench train`` and ``plan --validate`` compare: a table, or settings of the user."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from ds_zipccl.role_settings import RoleSettings
 
 @dataclass(frozen=True)
 class Variant:
-    """``label``: name in pictures. ``settings``: keys of the ``"zipccl"`` section; None where ds_zipccl takes no part. ``changes``: the
-    settings that change values or the order of sums, in words; "" where results have the bits of the plain run."""
+    """``label``: name in plots. ``settings``: keys of the ``"zipccl"`` section; None without ds_zipccl. ``changes``:
+    settings that change values or the order of sums; "" if results have the bits of the plain run."""
 
     label: str
     settings: dict[str, Any] | None
@@ -22,7 +22,7 @@ class Variant:
 
     @property
     def always(self) -> bool:
-        """Whether every message must go through our schedule."""
+        """Whether every message must use the schedule of ds_zipccl."""
         return self.settings is not None and self.settings["mode"] == "always"
 
     @property
@@ -38,7 +38,7 @@ VARIANTS: dict[str, Variant] = {
     "coded": Variant("our schedule, compressed", {"mode": "always"}),
     "auto": Variant("the fastest of these, measured", {"mode": "auto"}),
 }
-#: Keys of a role's object that are no settings of its codec.
+#: Keys of a role's object that are not settings of its codec.
 _BESIDE_CODEC = tuple(one.name for one in fields(RoleSettings) if one.name != "codec")
 
 
@@ -46,12 +46,12 @@ def find(text: str) -> Variant:
     """Return a variant of :data:`VARIANTS`, or "coded" with further settings.
 
     Args:
-        text: a key of :data:`VARIANTS`, or settings with commas between them. ROLE=CODEC gives a role a lossy codec, named as for
-            ``bench codec`` with the other keys of the role's object behind: "tp=round:3", "pp=lowrank:16:when=backward". KEY=VALUE sets
-            another key of the section: "fused_embedding=true".
+        text: a key of :data:`VARIANTS`, or settings separated by commas. ROLE=CODEC gives a role a lossy codec in the
+            notation of ``bench codec``, followed by other keys of the role: "tp=round:3",
+            "pp=lowrank:16:when=backward". KEY=VALUE sets another key of the section: "fused_embedding=true".
 
     Raises:
-        ValueError: the text is no such variant; says why.
+        ValueError: the text is not a variant; the message says why.
     """
     if text in VARIANTS:
         return VARIANTS[text]
@@ -74,13 +74,13 @@ def find(text: str) -> Variant:
 
 
 def changes(config: ZipcclConfig) -> str:
-    """Return the settings of a section that change values or the order of sums, in words; "" where there are none."""
+    """Return the names of the settings that change values or the order of sums; "" without such settings."""
     said = [one.describe(role) for role, one in config.lossy_roles.items()]
     return ", ".join([*said, *(["fused embeddings"] if config.fused_embedding else [])])
 
 
 def _role(text: str) -> Any:
-    """The value of a role in the section: a mode, or an object with a lossy codec."""
+    """Parse the value of a role: a mode, or a lossy codec and further keys as an object."""
     from ds_zipccl.benchmarks.codec import lossy as lossy_trial
 
     words = text.split(":")
@@ -93,7 +93,7 @@ def _role(text: str) -> Any:
 
 
 def _value(text: str) -> Any:
-    """A value of the section: JSON, or a string without quotes."""
+    """Parse a value of the section: JSON, or a string without quotes."""
     try:
         return json.loads(text)
     except json.JSONDecodeError:

@@ -11,8 +11,8 @@ from ds_zipccl.benchmarks.links.namespaces import INTERFACE
 from ds_zipccl.cli import ToolError
 from ds_zipccl.ops import OPS
 
-#: Variables of ranks that share a GPU, or that a shaped network joins. NCCL refuses two ranks of one node on one GPU; with ``NCCL_HOSTID``
-#: each rank is a node of its own, without the links that nodes do not have between them. Few blocks, because ranks take turns on the GPU.
+#: Variables of NCCL for ranks that share a GPU or a shaped network. NCCL refuses two ranks of a node on one GPU; a
+#: ``NCCL_HOSTID`` per rank makes each rank a node. Transports inside a node are off. CTAs are few: ranks share the GPU.
 SOCKETS = "NCCL_SOCKET_IFNAME"
 SHARED_GPU = {
     "NCCL_NET": "Socket", SOCKETS: "lo", "NCCL_IB_DISABLE": "1", "NCCL_MNNVL_ENABLE": "0",
@@ -23,10 +23,10 @@ HOST_ID = "NCCL_HOSTID"
 
 @dataclass(frozen=True)
 class Backend:
-    """A backend as an option names it.
+    """A value of ``--backend``.
 
-    ``name``: in torch.distributed. ``device``: type of the tensors. ``streams``: whether calls follow the order of a device's streams.
-    ``settings``: keys of the ``"zipccl"`` section with which messages of every size are coded.
+    ``name``: in torch.distributed. ``device``: type of the tensors. ``streams``: whether calls run in stream order.
+    ``settings``: keys of the ``"zipccl"`` section that let messages of every size be coded.
     """
 
     name: str
@@ -36,27 +36,27 @@ class Backend:
 
     @property
     def devices(self) -> int:
-        """Number of devices that the ranks share out; 0 where nothing is shared out."""
+        """Number of GPUs for the ranks; 0 for a CPU backend."""
         import torch
 
         return torch.cuda.device_count() if self.device == "cuda" else 0
 
     def local_rank(self, rank: int) -> int:
-        """Number of a rank's device."""
+        """Return the device index of a rank; on a CPU backend, the rank."""
         return rank % self.devices if self.devices else rank
 
     def environment(self, ranks: int, rank: int, linked: bool = False) -> dict[str, str]:
-        """Variables of a rank: what ranks that share a GPU need, or meet over a shaped network; {} where every rank has its own GPU."""
+        """Variables of a rank that shares its GPU or uses a shaped network; {} if every rank has its own GPU."""
         if not self.devices or (ranks <= self.devices and not linked):
             return {}
         return {**SHARED_GPU, HOST_ID: f"rank{rank}"} | ({SOCKETS: INTERFACE} if linked else {})
 
     def codes(self, kind: str) -> bool:
-        """Whether some operation of a kind of :data:`ds_zipccl.ops.TRAFFIC` has a schedule of ds_zipccl here."""
+        """Whether ds_zipccl has a schedule for an operation of ``kind`` (:data:`ds_zipccl.ops.TRAFFIC`)."""
         return not self.streams or any(op.on_device for op in OPS.values() if op.traffic == kind)
 
     def about(self, ranks: int, linked: bool = False) -> dict[str, Any]:
-        """Keys of a results file: backend, and the GPUs with the variables of ranks that share them."""
+        """Keys of a results file: backend, GPUs, and the variables of :meth:`environment`."""
         if self.device != "cuda":
             return {"backend": self.name}
         import torch
@@ -69,7 +69,7 @@ class Backend:
         return {"backend": self.name, "device": device, "nccl": nccl, "cuda": torch.version.cuda, "environment": shared}
 
     def lines(self, ranks: Sequence[int], linked: bool = False) -> list[str]:
-        """For the reader of a table: the GPUs, and the variables of ranks that share them or meet over a shaped network."""
+        """Lines above a table: the GPUs, and the variables of :meth:`environment`."""
         about = self.about(max(ranks), linked)
         if "device" not in about:
             return []
@@ -78,23 +78,23 @@ class Backend:
         ]
         if about["environment"]:
             words = shlex.join(f"{name}={value}" for name, value in about["environment"].items()).replace("'", "")
-            found.append(f"# ranks share GPUs, or are nodes of a shaped network: over sockets, with {words}")
+            found.append(f"# ranks share GPUs or a shaped network, and communicate over sockets with {words}")
         return found
 
     def check(self) -> None:
-        """Check that the backend can be used here.
+        """Check that the backend works here.
 
         Raises:
-            ToolError: there is no GPU for it; says what to do.
+            ToolError: it needs a GPU; the message says what to do.
         """
         if self.device == "cuda" and not self.devices:
             raise ToolError(
-                "--backend nccl needs a GPU, torch sees none here; run on a machine with a GPU and torch for CUDA, look at "
+                "--backend nccl needs a GPU, torch sees none here; use a machine with a GPU and torch for CUDA, check "
                 "CUDA_VISIBLE_DEVICES, or take --backend gloo"
             )
 
 
-#: By the values of ``--backend``.
+#: Value of ``--backend`` -> backend.
 BACKENDS: dict[str, Backend] = {
     "gloo": Backend("gloo"),
     "nccl": Backend("nccl", "cuda", streams=True, settings={"nccl": "on", "nccl_min_bytes": 0}),

@@ -1,6 +1,6 @@
-"""``--link`` and ``--nodes``: a slow network between the nodes of a benchmark, as the user writes it.
+"""``--link`` and ``--nodes``: options that describe a slow network between the nodes of a benchmark.
 
-:mod:`ds_zipccl.benchmarks.links.namespaces` makes it.
+:mod:`ds_zipccl.benchmarks.links.namespaces` makes the network.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ _EXAMPLES = "write RATE[,DELAY[~JITTER]][,LOSS]: 200mbit, 2.5gbit, 1gbit,20ms, 1
 
 @dataclass(frozen=True)
 class LinkSpec:
-    """One value of ``--link``; ``str()`` gives the text that the user typed.
+    """A value of ``--link``. ``str()`` returns the text of the user.
 
-    ``rate``: bits per second. ``delay_us``: microseconds from one node to another, half of a round trip. ``jitter_us``: how much a
-    packet's delay may differ from it, either way. ``loss``: percent of the packets that get lost.
+    ``rate``: bits per second. ``delay_us``: one-way microseconds between nodes. ``jitter_us``: greatest deviation of a
+    packet's delay from ``delay_us``. ``loss``: percentage of lost packets.
     """
 
     text: str
@@ -47,10 +47,10 @@ class LinkSpec:
 
 
 def parse(text: str) -> LinkSpec | None:
-    """``RATE[,DELAY[~JITTER]][,LOSS]`` as a link, ``loopback`` as None (argparse type).
+    """Parse ``RATE[,DELAY[~JITTER]][,LOSS]``; ``loopback`` gives None (argparse type).
 
     Raises:
-        ArgumentTypeError: the text is not a link, or one of its numbers makes no sense; says which.
+        ArgumentTypeError: the text is not a link, or a number is out of its range.
     """
     if text == LOOPBACK:
         return None
@@ -84,26 +84,26 @@ def _microseconds(text: str | None) -> int:
 
 
 def name(spec: LinkSpec | None) -> str:
-    """The ``link`` column: the link as the user typed it, or "loopback"."""
+    """Return the ``link`` column: the text of the user, or "loopback"."""
     return LOOPBACK if spec is None else spec.text
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare ``--link`` and ``--nodes``; their values are for :func:`check` and :func:`ds_zipccl.benchmarks.links.namespaces.joined`."""
+    """Declare ``--link`` and ``--nodes``."""
     joins = (
         "network between the nodes: loopback, or RATE[,DELAY[~JITTER]][,LOSS] such as 1gbit or 1gbit,20ms~2ms,0.1%%; "
         "DELAY is one way, LOSS a share of the packets (loopback)"
     )
     parser.add_argument("--link", nargs="+", type=parse, default=[None], metavar="LINK", help=joins)
-    shares = "with --link: number of nodes that share out the ranks in blocks; inside a node is loopback (one per rank)"
+    shares = "with --link: number of nodes, which hold consecutive ranks; loopback inside a node (one node per rank)"
     parser.add_argument("--nodes", type=int, metavar="M", help=shares)
 
 
 def check(links: Sequence[LinkSpec | None], ranks: Sequence[int], nodes: int | None) -> None:
-    """Check that ``--link``, ``--ranks`` and ``--nodes`` fit together, before anything is measured.
+    """Check that ``--link``, ``--ranks`` and ``--nodes`` agree.
 
     Raises:
-        ToolError: they do not fit; names the numbers and the rule.
+        ToolError: the options disagree; the message has the numbers and the rule.
     """
     if nodes is None:
         return
@@ -111,4 +111,4 @@ def check(links: Sequence[LinkSpec | None], ranks: Sequence[int], nodes: int | N
         raise ToolError("--nodes needs a --link between the nodes, such as --link 1gbit; on loopback there is one node")
     uneven = [count for count in ranks if nodes < 1 or count % nodes]
     if uneven:
-        raise ToolError(f"--nodes must share out --ranks evenly, got {nodes} nodes for {uneven[0]} ranks")
+        raise ToolError(f"--nodes must divide --ranks evenly, got {nodes} nodes for {uneven[0]} ranks")

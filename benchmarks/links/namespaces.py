@@ -1,8 +1,8 @@
-"""Network namespaces joined by a bridge: the network that ``--link`` asks for, one namespace per node.
+"""The network of ``--link``: a network namespace per node, joined by a bridge.
 
-A token bucket limits the rate at both ends of every node's cable: of the bytes that the node sends, and of those that it receives.
-netem adds delay, jitter and loss once on the way from one node to another. Ranks of one node share its cable and reach each other
-inside the node at the speed of loopback. Linux, root and pyroute2 are required, and the kernel module sch_netem for delay and loss.
+Token buckets at both ends of a node's cable (veth) limit the rates at which the node sends and receives. netem adds
+delay, jitter and loss once per packet between nodes. Ranks of one node share its cable, and communicate with each other
+over loopback. The network needs Linux, root and pyroute2; delay and loss also need the kernel module sch_netem.
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ T = TypeVar("T")
 #: Name of a node's interface inside its namespace.
 INTERFACE = "zip0"
 MAX_NODES = 200
-#: Bits per second from which on tc's 32-bit field of bytes per second overflows.
+#: Rate in bits per second at which tc's 32-bit field of bytes per second overflows.
 MAX_SHAPED_RATE = 8.0 * (1 << 32)
 _PREFIX = "zc"
-_BURST_S = 0.002  # seconds of the rate that may pass at once; a token bucket needs some
-_LEAST_BURST = 256 << 10  # bytes; segments are joined to up to 64 KiB on their way
-_QUEUE_US = 20_000  # longest time that a packet waits for its tokens; a fuller queue drops it
+_BURST_S = 0.002  # seconds of the rate that may pass in a burst
+_LEAST_BURST = 256 << 10  # bytes; the kernel joins segments to up to 64 KiB
+_QUEUE_US = 20_000  # longest wait of a packet for tokens; the queue drops packets beyond it
 _PACKET_BYTES = 1500  # MTU of a virtual cable
-_NETEM_PACKETS = 1000  # netem's own default for the packets that it holds
+_NETEM_PACKETS = 1000  # default limit of netem's queue
 
 
 @dataclass(frozen=True)
 class Network:
-    """A network that is up. ``namespaces``, ``addresses``: one per node. ``host``: address of the process that made the network."""
+    """A running network. ``namespaces``, ``addresses``: one per node. ``host``: address of the process that made it."""
 
     spec: LinkSpec
     ranks: int
@@ -57,15 +57,15 @@ class Network:
 
     @property
     def ranks_per_node(self) -> int:
-        """The same number in every node."""
+        """Number of ranks in every node."""
         return self.ranks // self.nodes
 
     def namespace(self, rank: int) -> str:
-        """Namespace of a rank: the first ranks live in the first node, and so on."""
+        """Return the namespace of a rank; each node holds consecutive ranks."""
         return self.namespaces[rank // self.ranks_per_node]
 
     def start(self, rank: int, command: Sequence[str], **options: Any) -> subprocess.Popen[bytes]:
-        """Start a process in the node of ``rank``; ``options`` as for subprocess.Popen."""
+        """Start a process in the node of ``rank``; ``options`` are those of subprocess.Popen."""
 
         # A process starts in the namespace of the thread that starts it.
         started: subprocess.Popen[bytes] = inside(self.namespace(rank), lambda: subprocess.Popen(command, **options))
@@ -76,7 +76,7 @@ class Network:
 
 
 def meeting(network: Network | None) -> dict[str, str]:
-    """The variables by which ranks meet: in the first node of a network, without one on loopback at a free port."""
+    """Rendezvous variables: in the first node of a network; without a network, on loopback at a free port."""
     if network is not None:
         return {"MASTER_ADDR": network.addresses[0], "MASTER_PORT": "29500", "GLOO_SOCKET_IFNAME": INTERFACE}
     with socket.socket() as free:
@@ -85,9 +85,9 @@ def meeting(network: Network | None) -> dict[str, str]:
 
 
 def first_status(processes: Sequence[subprocess.Popen[bytes]], timeout: float, goodbye: float = 0.0) -> int | None:
-    """Wait for processes to end; return their first status other than 0, else 0; None after ``timeout`` seconds.
+    """Wait for processes to end. Return the first status other than 0, else 0; None after ``timeout`` seconds.
 
-    ``goodbye``: seconds that the others have to end, once one of them has failed.
+    ``goodbye``: seconds that the remaining processes have to end after one has failed.
     """
     failed, deadline = 0, time.monotonic() + timeout
     while any(process.poll() is None for process in processes):
@@ -103,22 +103,22 @@ def first_status(processes: Sequence[subprocess.Popen[bytes]], timeout: float, g
 def joined(
     spec: LinkSpec | None, ranks: int, nodes: int | None = None
 ) -> contextlib.AbstractContextManager[Network | None]:
-    """Network between the ranks for as long as the context lasts, None for loopback; see :func:`shaped`."""
+    """Give the network of :func:`shaped` during the context, or None for loopback."""
     return contextlib.nullcontext() if spec is None else shaped(spec, ranks, nodes)
 
 
 @contextlib.contextmanager
 def shaped(spec: LinkSpec, ranks: int, nodes: int | None = None) -> Iterator[Network]:
-    """Network for as long as the context lasts; takes about 0.05 s per node.
+    """Give a network during the context; blocks for about 0.05 s per node.
 
-    The network is removed when the context ends, also by an exception, SIGTERM or SIGHUP. After SIGKILL the next call removes it.
+    The network is removed at the end, also after an exception, SIGTERM or SIGHUP; after SIGKILL, by the next call.
 
     Args:
-        nodes: number of nodes that share out the ranks in blocks; one per rank if None.
+        nodes: number of nodes, which hold consecutive ranks; None: one node per rank.
 
     Raises:
-        ToolError: not Linux, not root, no pyroute2, ranks that cannot be shared out, too many nodes, a rate too high for a token
-            bucket, or the kernel refuses; the message says what to do.
+        ToolError: no Linux, root or pyroute2; nodes do not divide ranks; too many nodes; a rate too high for a token
+            bucket; or the kernel refuses. The message says what to do.
     """
     reason = why_not()
     if reason:
@@ -126,13 +126,13 @@ def shaped(spec: LinkSpec, ranks: int, nodes: int | None = None) -> Iterator[Net
     check([spec], [ranks], nodes)
     nodes = nodes or ranks
     if nodes > MAX_NODES:
-        raise ToolError(f"--link joins at most {MAX_NODES} nodes, got {nodes}: put more ranks in each with --nodes")
+        raise ToolError(f"--link joins at most {MAX_NODES} nodes, got {nodes}: put more ranks into a node with --nodes")
     if spec.rate >= MAX_SHAPED_RATE:
         most = f"{MAX_SHAPED_RATE / 1e9:.1f}gbit"
         raise ToolError(f"--link {spec}: a token bucket limits rates below {most}; write a lower rate, or loopback")
     _sweep()
     base = f"{_PREFIX}{os.getpid()}"
-    subnet = f"10.93.{os.getpid() % 256}"  # another one for another benchmark at the same time
+    subnet = f"10.93.{os.getpid() % 256}"  # concurrent benchmarks have different subnets
     network = Network(
         spec,
         ranks,
@@ -149,14 +149,14 @@ def shaped(spec: LinkSpec, ranks: int, nodes: int | None = None) -> Iterator[Net
 
 
 def enter(namespace: str) -> None:
-    """Move the calling thread, and threads and processes that it starts from now on, into a network namespace."""
+    """Move the calling thread, and all threads and processes that it will start, into a network namespace."""
     from pyroute2 import netns
 
     netns.setns(namespace, flags=0)
 
 
 def inside(namespace: str, call: Callable[[], T]) -> T:
-    """Result of ``call`` on a thread in ``namespace``, and nowhere else; blocks. Sockets and processes that it makes stay there."""
+    """Run ``call`` on a thread in ``namespace`` and return its result; blocks. Its sockets and processes stay there."""
 
     def on_thread() -> T:
         enter(namespace)
@@ -167,9 +167,9 @@ def inside(namespace: str, call: Callable[[], T]) -> T:
 
 
 def why_not() -> str:
-    """Why no shaped network can be made here; "" if one can."""
+    """Return why this machine cannot make a shaped network; "" if it can."""
     if not sys.platform.startswith("linux"):
-        return f"network namespaces are Linux's, this is {sys.platform}; measure without --link"
+        return f"network namespaces need Linux, this is {sys.platform}; measure without --link"
     try:
         import pyroute2  # noqa: F401
     except ImportError as error:
@@ -181,7 +181,7 @@ def why_not() -> str:
 
 @contextlib.contextmanager
 def _signals_wait() -> Iterator[None]:
-    """No signal interrupts this thread, nor a process that it forks: the fork would run our handlers and clean up twice."""
+    """Block signals in this thread and in processes that it forks, whose handlers would clean up a second time."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM, signal.SIGHUP})
     try:
         yield
@@ -191,7 +191,7 @@ def _signals_wait() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _signals_raise() -> Iterator[None]:
-    """SIGTERM and SIGHUP end the program by an exception, so that the network is removed; only in the main thread."""
+    """Let SIGTERM and SIGHUP raise SystemExit in the main thread, so that the network is removed."""
 
     def leave(number: int, frame: object) -> None:
         raise SystemExit(128 + number)
@@ -210,7 +210,7 @@ def _signals_raise() -> Iterator[None]:
 
 
 def _build(base: str, network: Network) -> None:
-    """Make the bridge and every node of ``network``.
+    """Make the bridge and the nodes of ``network``.
 
     Raises:
         ToolError: the kernel refuses.
@@ -230,7 +230,8 @@ def _build(base: str, network: Network) -> None:
 
 
 def _plug_in(host: Any, bridge: int, port: str, network: Network, node: int) -> None:
-    """Make a node: its namespace, and its cable to the ``bridge`` with a token bucket at both ends. ``host``: an open IPRoute."""
+    """Make a node: its namespace, and its cable to ``bridge`` with a token bucket at both ends. ``host``: an
+    IPRoute."""
     from pyroute2 import netns
 
     spec, namespace = network.spec, network.namespaces[node]
@@ -241,7 +242,7 @@ def _plug_in(host: Any, bridge: int, port: str, network: Network, node: int) -> 
     host.link("set", index=outside, master=bridge, state="up")
     rate = spec.rate / 8
     bucket = {"rate": rate, "burst": max(_LEAST_BURST, int(rate * _BURST_S)), "latency": _QUEUE_US}
-    # Sent bytes meet the bucket first, which slows the sender down as a network card does, and the delay on their way from the bridge.
+    # Sent bytes pass the bucket first, which slows the sender as a network card does, then the bridge's delay.
     if spec.rate_only:
         host.tc("add", "tbf", outside, **bucket)
     else:
@@ -251,11 +252,11 @@ def _plug_in(host: Any, bridge: int, port: str, network: Network, node: int) -> 
 
 
 def _set_up_inside(address: str, bucket: Mapping[str, Any], alone: bool) -> None:
-    """Set up the interfaces of the namespace of the calling thread.
+    """Set up the interfaces in the namespace of the calling thread.
 
     Args:
         bucket: parameters of the token bucket.
-        alone: send every packet alone, as on a wire: segments joined to 64 KiB would get lost as one packet.
+        alone: send packets one by one, as on a wire: segments joined to 64 KiB would be lost as one packet.
     """
     from pyroute2 import IPRoute
 
@@ -276,7 +277,7 @@ def _add_netem(host: Any, port: int, network: Network) -> None:
     from pyroute2 import NetlinkError
 
     spec = network.spec
-    late = spec.rate / 8 * (spec.delay_us + spec.jitter_us) / 1e6  # bytes on their way from one sender
+    late = spec.rate / 8 * (spec.delay_us + spec.jitter_us) / 1e6  # bytes in flight from one sender
     limit = _NETEM_PACKETS + int((network.nodes - 1) * late / _PACKET_BYTES)
     times = {"delay": spec.delay_us, "jitter": spec.jitter_us}
     try:
@@ -285,24 +286,24 @@ def _add_netem(host: Any, port: int, network: Network) -> None:
         if error.code != errno.ENOENT:
             raise
         raise ToolError(
-            f"--link {spec}: this kernel has no netem for delay and loss; load it with modprobe sch_netem, or write the rate alone"
+            f"--link {spec}: this kernel has no netem for delay and loss; run modprobe sch_netem, or give only a rate"
         ) from error
 
 
 def _sweep() -> None:
-    """Remove networks of processes that no longer run."""
+    """Remove the networks of processes that have ended."""
     for pid in {int(found[1]) for text in _existing() if (found := re.match(rf"{_PREFIX}(\d+)[bnv]", text))}:
         if not os.path.exists(f"/proc/{pid}"):
             _remove(f"{_PREFIX}{pid}")
 
 
 def _remove(base: str) -> None:
-    """Remove everything whose name begins with ``base``; things that are gone already are no error."""
+    """Remove the interfaces and namespaces of ``base``; missing ones are ignored."""
     from pyroute2 import IPRoute, NetlinkError, netns
 
     mine = re.compile(rf"{base}[bnv]\d*")
     with IPRoute() as host:
-        # Cables first: with their namespace they would go too, but some time later.
+        # Cables first: the kernel removes the cables of a deleted namespace only later.
         for link in host.get_links():
             if mine.fullmatch(link.get_attr("IFLA_IFNAME")):
                 with contextlib.suppress(NetlinkError):
@@ -313,7 +314,7 @@ def _remove(base: str) -> None:
 
 
 def _existing() -> list[str]:
-    """Names of the interfaces and network namespaces here."""
+    """Return the names of all interfaces and network namespaces."""
     from pyroute2 import IPRoute, netns
 
     with IPRoute() as host:

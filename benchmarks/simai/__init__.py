@@ -1,1 +1,1 @@
-"""``make simai``: the model of ``plan`` and a simulator of clusters."""
+"""``make simai``: the model of ``plan``, compared with a cluster simulator."""

@@ -1,6 +1,6 @@
-// Bus bandwidths of SimAI's analytical mode. argv: its tables of ratios for network cards, NVLink and all-to-alls. A line of stdin: nodes,
-// GPUs a node, network cards a node, GB/s of a card, GB/s of a GPU inside its node, collective, bytes. A line of stdout for each: "result",
-// GB/s, and the share of them that its tables give for this size.
+// Bus bandwidths of SimAI's analytical mode. argv: its ratio tables for network cards, NVLink and all-to-all. A line of
+// stdin: nodes, GPUs per node, network cards per node, GB/s per card, GB/s per GPU inside a node, collective, bytes.
+// A line of stdout: "result", bus bandwidth in GB/s, and the share of it that the tables give for this size.
 #include <iostream>
 #include <string>
 
@@ -12,7 +12,7 @@ int main(int, char **argv) {
   float count, card, inside;
   std::string op;
   uint64_t bytes;
-  char nic[] = "CX7", group[] = "tp";  // the flat group: it has the tables of sizes, and one ring over all GPUs
+  char nic[] = "CX7", group[] = "tp";  // tp: one ring over all GPUs, and tables by size
   while (std::cin >> nodes >> gpus >> count >> card >> inside >> op >> bytes) {
     const BusBwResult found = cal_busbw(GPUType::H100, inside, card, count, nodes, op.data(), gpus, nic);
     const float ratio =

@@ -1,8 +1,8 @@
-"""``make simai SIMAI=DIR``: the plain collectives of ``plan`` compared with the analytical mode of a simulator, SimAI, on ten steps.
+"""``make simai SIMAI=DIR``: plain collectives of ten steps by ``plan``, compared with the simulator SimAI.
 
-DIR is a checkout of github.com/aliyun/SimAI. Its file ``calbusbw.cc`` is compiled as it is. A collective takes S (n-1)/n bytes at the bus
-bandwidth, an all-reduce twice that (the definition of nccl-tests). Both models get the same rates, so that only the models differ.
-The second comparison has SimAI's tables of measured bandwidths by size and number of nodes, and for ours the ``--hop`` that they imply.
+DIR is a checkout of github.com/aliyun/SimAI; its ``calbusbw.cc``, the analytical mode, is compiled unchanged. A
+collective moves S (n-1)/n bytes at the bus bandwidth, an all-reduce twice as many (nccl-tests). Both models get the
+same rates. The second comparison adds SimAI's tables of bandwidths by size and nodes, and their ``--hop`` to ``plan``.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ from ds_zipccl.policy.cost_model import NVLINK, RDMA_REACH
 
 HERE = Path(__file__).parent
 SOURCES = "astra-sim-alibabacloud"
-#: Parameters, ZeRO stage, nodes of 8 GPUs, network cards of a node and Gbit/s of one.
+#: Parameters, ZeRO stage, nodes of 8 GPUs, network cards per node, Gbit/s per card.
 STEPS = (
     ("7e9", 3, 2, 8, 400), ("7e9", 3, 4, 8, 200), ("7e9", 3, 16, 8, 100), ("70e9", 3, 16, 8, 400), ("70e9", 3, 64, 8, 200),
     ("70e9", 3, 128, 8, 100), ("7e9", 2, 2, 8, 100), ("7e9", 2, 8, 1, 400), ("7e9", 1, 32, 8, 200), ("70e9", 2, 128, 8, 200),
 )  # fmt: skip
 EACH = 8
-#: Operation -> its name in SimAI, and how often S (n-1)/n bytes pass a bus.
+#: Operation -> its name in SimAI, and the bytes on a bus in units of S (n-1)/n.
 OPS = {"all_gather": ("allgather", 1), "reduce_scatter": ("reducescatter", 1), "all_reduce": ("allreduce", 2)}
-#: Column of SimAI's table of network cards -> nodes; rows from 16 MiB to 1 GiB, in which hops weigh.
+#: Column of SimAI's table of network cards -> nodes.
 NODES = {3: 4, 4: 8, 5: 16, 6: 32, 7: 64, 8: 128}
-MOST = 1 << 30
+MOST = 1 << 30  # bytes; above, hops hardly count
 
 COLUMNS = (
     Column("params", width=6),
@@ -56,7 +56,7 @@ COLUMNS = (
 
 
 class Message(NamedTuple):
-    """``times`` operations of ``nbytes``."""
+    """``times`` operations of ``nbytes`` each."""
 
     op: str
     nbytes: int
@@ -73,7 +73,7 @@ def messages(args: argparse.Namespace) -> list[Message]:
 
 
 def built(checkout: Path, folder: Path) -> list[str]:
-    """Compile the driver; return its command."""
+    """Compile the driver and return its command."""
     system, program = checkout / SOURCES / "astra-sim" / "system", folder / "bandwidths"
     command = ["g++", "-std=c++17", "-w", "-fpermissive", f"-I{checkout / SOURCES}", f"-I{system}"]
     subprocess.run(
@@ -84,8 +84,8 @@ def built(checkout: Path, folder: Path) -> list[str]:
 
 
 def hop(checkout: Path) -> float:
-    """Return the microseconds per further node that SimAI's table implies: the median over its rows up to :data:`MOST` and its columns from
-    4 nodes on. Its share r of the bandwidth B for S bytes on m nodes stands for S (n-1)/n / B (1/r - 1) / (m - 1) seconds."""
+    """Return the microseconds per further node that SimAI's table implies: the median over its rows up to :data:`MOST`
+    and its :data:`NODES`. For S bytes, m nodes and n GPUs, a share r of the rate B is S (n-1)/n / B (1/r-1) / (m-1)."""
     with (checkout / SOURCES / "inputs" / "ratio" / "nic_ratio.csv").open() as file:
         rows = [row for row in csv.reader(file) if row[0].strip().isdigit()]
     found = [
@@ -103,7 +103,7 @@ def hop(checkout: Path) -> float:
 
 
 def compared(program: list[str], each_hop: float) -> Iterator[dict[str, Any]]:
-    """Rows of all steps."""
+    """Yield a row per step of :data:`STEPS`."""
     for params, zero, nodes, cards, rate in STEPS:
         network = f"{cards}x{rate}gbit"
         words = f"plan --params {params} --zero {zero} --gpus {nodes * EACH} --network {network}/node --live 0 --ratio 1.4 --hop"
@@ -125,7 +125,7 @@ def compared(program: list[str], each_hop: float) -> Iterator[dict[str, Any]]:
 
 
 def _ours(words: str) -> float:
-    """Milliseconds of plain communication of a step."""
+    """Return the milliseconds of plain communication in a step."""
     args = model.fill(parse(shlex.split(words)))
     (network,) = args.network
     rows = planned.step(DeviceSchedules.modelled(args, network, speeds.device_codec("assumed-1.0", args.dtype)))
@@ -145,7 +145,7 @@ def main() -> int:
     each_hop = hop(args.checkout)
     with tempfile.TemporaryDirectory() as folder:
         rows = tables.show(COLUMNS, compared(built(args.checkout, Path(folder)), each_hop))
-    tables.say(f"a further node takes {each_hop:.1f} us an operation by SimAI's table of sizes")
+    tables.say(f"a further node takes {each_hop:.1f} us per operation by SimAI's table of sizes")
     if args.json:
         files = [
             args.checkout / SOURCES / name for name in ("astra-sim/system/calbusbw.cc", "inputs/ratio/nic_ratio.csv")

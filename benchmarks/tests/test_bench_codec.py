@@ -1,5 +1,4 @@
-"""``bench codec`` of words with a base, of rows that follow from others, of lossy codecs, of tensors of files, and of the compressors of
-others."""
+"""``bench codec`` with words and their base, rows that repeat earlier rows, lossy codecs, stored tensors and peers."""
 
 from __future__ import annotations
 
@@ -27,7 +26,7 @@ WORDS = "bench codec --route native --dtype bf16 --repeats 1 --codec"
 
 
 def _orders(tensor: torch.Tensor) -> torch.Tensor:
-    """Words as numbers in the order of the floats."""
+    """Return the words as integers in the order of the floats."""
     words = tensor.view(torch.int16).long() & 0xFFFF
     return torch.where(words >= 0x8000, 0xFFFF - words, words + 0x8000)
 
@@ -94,7 +93,7 @@ def test_wrong_elements_of_each_decoder_count(decoder: str, monkeypatch: pytest.
     assert [row["wrong"] for row in found["rows"]] == [2]
 
 
-# ---- rows that follow from others ------------------------------------------------------------------------
+# ---- rows that repeat earlier rows ------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("percent", [0.0, 30.0, 100.0])
@@ -164,7 +163,7 @@ def test_rows_of_lossy_codecs(
             assert row["small_error"] == pytest.approx(0.175 * 2.0**-k, rel=0.06)
             assert row["ratio"] == pytest.approx(8 * (2 if dtype == "bfloat16" else 4) / row["bits"])
     right = codecs.project
-    monkeypatch.setattr(codecs, "project", lambda *of, **more: right(*of, **more) + 1)  # what should arrive
+    monkeypatch.setattr(codecs, "project", lambda *of, **more: right(*of, **more) + 1)  # the expected result is wrong
     assert main(words.split()) == 1
     assert "elements came back with other bits" in capsys.readouterr().err
 
@@ -176,7 +175,7 @@ def test_errors_are_of_finite_values() -> None:
     assert lossy.errors(torch.zeros(3), torch.zeros(3)) == {"error": None, "small_error": None}
 
 
-# ---- tensors of files, and the compressors of others -----------------------------------------------------
+# ---- tensors of files, and peers -----------------------------------------------------
 
 DTYPES = ("bf16", "fp16", "fp32", "e4m3", "e5m2")
 
@@ -212,7 +211,7 @@ def test_codec_measures_the_tensors_of_a_file(stored: Path, tmp_path: Path, caps
 def test_codec_peers_are_checked_like_codecs(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Peers that are right, that are not, that spoil their input, and that are not there."""
+    """Peers that are right, wrong or missing, and a peer that changes its input."""
 
     def load(compress: Any, decompress: Any) -> Any:
         return peers.Peer(lambda dtype, threads: peers.Functions(compress, decompress))

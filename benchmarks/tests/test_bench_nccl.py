@@ -1,4 +1,4 @@
-"""``bench comm`` and ``bench train`` with ``--backend nccl``: over groups in stream order on CPUs, and over the simulated GPU."""
+"""``bench comm`` and ``bench train`` with ``--backend nccl``, on CPUs in stream order and on the simulated GPU."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from ds_zipccl.benchmarks.train.results import problems, rows
 from ds_zipccl.benchmarks.train.trial import Training, _commands
 from ds_zipccl.ops import TRAFFIC
 
-#: ``python -m ds_zipccl bench`` where CPUs stand for GPUs.
+#: ``python -m ds_zipccl bench`` with CPUs in place of GPUs.
 DRY = TESTS / "gpu" / "dry_bench.py"
 SCRIPT = TESTS / "gpu" / "dry_train.py"
 NCCL = BACKENDS["nccl"]
@@ -35,7 +35,7 @@ KINDS = [kind for kind in TRAFFIC if NCCL.codes(kind)]
 
 @pytest.mark.full(reason="three processes import torch")
 def test_comm_over_groups_in_stream_order(tmp_path: Path) -> None:
-    """Three ranks: the order of our sums is not the backend's."""
+    """With three ranks, sums of ds_zipccl and of the backend have different orders."""
     path = tmp_path / "comm.json"
     words = f"bench comm --backend nccl --ranks 3 --numel 30001 --repeats 1 --iterations 2 --json {path}".split()
     result = python(str(DRY), *words, PYTHONPATH=PYTHONPATH)
@@ -59,14 +59,14 @@ def test_comm_over_groups_in_stream_order(tmp_path: Path) -> None:
 
 
 def measured(rank: int, ranks: int, kind: str) -> list[dict[str, Any]]:
-    """The rows of a rank of the simulated GPU."""
+    """Return the rows of a rank on the simulated GPU."""
     case = cases.Case(kind, "bfloat16", 3000 * ranks, data.Spec("normal"), 1, 60.0, ("plain", "coded"), 2)
     return trial.measure(case, rank, ranks, None, NCCL, torch.device("cuda", rank))
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_comm_on_the_simulated_gpu(kind: str) -> None:
-    """The clock of the device's events, and no race: the host reads nothing too early."""
+    """Times come from events of the device, and the host reads no result too early."""
     kernels.route()
     for seed in range(2):
         outcome = world.run(measured, 2, kind, seed=seed, route=launcher.route())
@@ -75,7 +75,7 @@ def test_comm_on_the_simulated_gpu(kind: str) -> None:
 
 
 def test_comm_counts_wrong_elements_of_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A bit of the output of each rank is wrong when the result is compared; not in the first calls, which make the result wanted."""
+    """One wrong bit per rank counts when results are compared. The first call of each rank stays right."""
     right, calls = trial.differing, []
 
     def differing(got: torch.Tensor, wanted: torch.Tensor, **more: Any) -> int:
@@ -168,7 +168,7 @@ def test_sections_of_trainings_on_nccl() -> None:
 
 
 def test_verdict_where_sums_have_another_order() -> None:
-    """Ours are compared with ours; waits are counted for each step."""
+    """Coded runs are compared with each other; waits are counted per step."""
 
     def run(loss: float, digest: str, coded: int) -> dict[str, Any]:
         sent = results()["sent"] | {"coded_calls": coded, "host_waits": 6.0}

@@ -1,4 +1,4 @@
-"""``bench train`` by role: the bytes, ratios and times of experts; lossy roles, whose runs have one another's bits."""
+"""``bench train`` by role: bytes, ratios and times of experts, and lossy roles, whose runs must have equal bits."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_experts_send_most_of_the_bytes(workload: str, tmp_path: Path, capsys: p
 
 
 def test_times_are_told_by_role(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Roles are those of ds_zipccl; a handle's wait has the role of its call."""
+    """Times have the roles of ds_zipccl; the wait of a handle has the role of its call."""
     monkeypatch.syspath_prepend(EXAMPLE.parent)
     from comm_time import OTHER, CommTime
     from deepspeed.utils import groups
@@ -73,9 +73,9 @@ def test_times_are_told_by_role(monkeypatch: pytest.MonkeyPatch) -> None:
     assert clock.ms == sum(clock.times().values())
 
 
-# ---- lossy roles
+# ---- lossy roles ---------------------------------------------------------------------------------------
 
-#: Columns of the time of exchanges.
+#: Columns of times of exchanges.
 TIMES = ("exchange_ms", "quiet_ms", "of_plain", "of_coded")
 
 
@@ -112,13 +112,13 @@ def test_variants_with_settings_of_their_own() -> None:
 
 
 def test_lossy_runs_are_compared_with_each_other() -> None:
-    """All coded runs where a role is lossy; a variant that changes values with itself alone."""
+    """With a lossy role, all coded runs are compared with each other, and a lossy variant only with itself."""
     training = Training(LOSSY_EXAMPLE, "tp", ranks=2, steps=3)
     off = {"losses": [value.hex() for value in (2.0, 1.25, 1.25)], "params_sha256": "lossy"}
     runs = {"plain": [results(sent=None)], "raw": [results(**off)], "coded": [results(**off)]}
     judged = judge(training, runs, lossy=True)
     assert judged["problems"] == [] and judged["lossy"] == {"largest": 0.25, "last": 0.0}
-    assert judge(training, runs)["problems"], "without a lossy role the bits of the plain run are wanted"
+    assert judge(training, runs)["problems"], "without a lossy role, coded runs must have the bits of the plain run"
     runs["coded"] = [results(**off | {"params_sha256": "other"})]
     assert judge(training, runs, lossy=True)["problems"] == ["coded run: parameters differ from the first raw run's"]
 

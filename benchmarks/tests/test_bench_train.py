@@ -1,4 +1,4 @@
-"""``bench train``: rows, judgements of runs and pictures of trainings, and the stopwatch of the example."""
+"""``bench train``: rows, verdicts and plots of trainings, and the stopwatch of the examples."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_bench_train(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert {row["params_sha256"] for row in content["rows"]} == {plain["params_sha256"]}
     assert {row["logical_bytes"] for row in content["rows"]} == {plain["wire_bytes"]}
     assert plain["wire_bytes"] > coded["wire_bytes"]
-    # gradients go to owners only: of three parts, two of gradients and one of parameters, one stays
+    # each gradient goes only to its owner, which saves one of three parts: two of gradients, one of parameters
     assert raw["wire_bytes"] == pytest.approx(2 / 3 * raw["logical_bytes"], rel=0.06)
     for row in content["rows"]:
         assert (row["ranks"], row["nodes"], row["link"]) == (2, 1, "loopback")
@@ -74,7 +74,7 @@ def test_a_workload_names_the_packages_that_it_misses(
 
 
 def results(**changed: Any) -> dict[str, Any]:
-    """What one run leaves behind."""
+    """Return the results of one run."""
     losses = [value.hex() for value in (2.0, 1.5, 1.25)]
     times = {"step_ms": [900.0, 10.0, 30.0], "comm_ms": [800.0, 2.0, 6.0]}
     sent = {"coded_calls": 3, "logical_bytes": 2000.0, "wire_bytes": 1000.0, "passed_bytes": 100.0}
@@ -83,7 +83,7 @@ def results(**changed: Any) -> dict[str, Any]:
 
 
 def logged() -> list[Step]:
-    """Three steps of 400 logical bytes of gathers and 100 of gradients, half of which passes; the first has the traffic before training."""
+    """Return three steps with 400 logical bytes of gathers and 100 of gradients; step 1 has further traffic."""
     counts = [(400, 9000, 0), (400, 10, 0), (350, 20, 50)]
     return [
         Step(step, (0.5 / step,), {"zero_param": gathered, "zero_grad": (50, 20, 50)} | ({"dp": (0, 0, 9)} if step == 1 else {}), {})
@@ -207,7 +207,7 @@ def test_frozen_and_slowly_changing_parameters(workload: str, tmp_path: Path) ->
     if workload.startswith("fsdp2"):
         assert coded["gather_ratio"] > (30 if workload == "fsdp2-lora" else 5) and coded["step_m"] < plain["step_m"] / 3
         return
-    # The tiny models stay gathered from the forward to the backward pass: a gather, and gradients of the trained part.
+    # Tiny models stay gathered from the forward to the backward pass: one gather, and gradients of the trained part.
     if workload == "lora":
         assert set(judged["hashes"]) == {"adapters_sha256", "merged_sha256"}
         assert judged["trained"] < 0.01 * judged["parameters"]
@@ -215,13 +215,13 @@ def test_frozen_and_slowly_changing_parameters(workload: str, tmp_path: Path) ->
     else:
         assert judged["trained"] == judged["parameters"] and plain["step_m"] == pytest.approx(2, abs=0.01)
         assert coded["gather_ratio"] > 5 and coded["step_m"] < 1
-        (zeropp,) = lossy  # one node: 8-bit weights, gradients in full
+        (zeropp,) = lossy  # one node: 8-bit weights, 16-bit gradients
         assert zeropp["gather_ratio"] == pytest.approx(2, abs=0.05) and zeropp["step_m"] == pytest.approx(1.5, abs=0.05)
         assert zeropp["params_sha256"] != plain["params_sha256"] and 0 < judged["deviation"]["largest"] < 0.1
 
 
 def test_kernels_of_zeropp(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Values come back within half a step of their group's scale; parts for ranks are in DeepSpeed's order; sums are of all devices."""
+    """Values return within a step of their group, parts are in DeepSpeed's order, sums are over all devices."""
     monkeypatch.syspath_prepend(EXAMPLE.parent)
     from zeropp import Quantizer
 
@@ -233,7 +233,7 @@ def test_kernels_of_zeropp(monkeypatch: pytest.MonkeyPatch) -> None:
         assert (quantized.dtype, quantized.numel(), scales.shape) == (torch.int8, nbytes, (16,))
         back = kernels.dequantize(quantized, scales, 16, bits, kernels.Symmetric)
         assert back.shape == values.shape and not back[2].any()
-        # The largest value of a group may be a whole step off: 2^(bits - 1) is one more than the largest integer.
+        # The largest value of a group may be off by a whole step: 2^(bits - 1) exceeds the largest integer by one.
         assert ((back - values).view(16, -1).abs() <= scales.view(16, 1) + 2**-8).all()
         assert not torch.equal(back, values)
     parts = torch.arange(8.0).repeat_interleave(16)
@@ -245,7 +245,7 @@ def test_kernels_of_zeropp(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Handle:
-    """Of an operation that takes 20 ms from the first wait on."""
+    """Handle of an operation that ends 20 ms after the first wait."""
 
     def __init__(self) -> None:
         self.waits = 0
@@ -260,7 +260,7 @@ class Handle:
 
 
 class Backend:
-    """As much of DeepSpeed's backend as a stopwatch sees: every collective takes 10 ms."""
+    """The part of DeepSpeed's backend that a stopwatch sees: every collective takes 10 ms."""
 
     def barrier(self) -> None:
         time.sleep(0.01)
@@ -269,7 +269,7 @@ class Backend:
         self.barrier()
 
     def all_reduce(self, tensor: Any, group: Any = None, async_op: bool = False) -> Handle | None:
-        self.barrier()  # made of another collective
+        self.barrier()  # a collective inside a collective
         return Handle() if async_op else None
 
     def broadcast(self, tensor: Any) -> None:
@@ -285,7 +285,7 @@ def test_time_in_collectives_is_counted_once(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.syspath_prepend(EXAMPLE.parent)
     from comm_time import CALLS, CommTime
 
-    # plain and coded are timed alike; sums for their owners are made in the backend's all_reduce; agreements are no calls of the backend
+    # Plain and coded calls are timed equally. These functions run inside all_reduce, or are not calls of the backend.
     inside = {"calibrate", "allocate_bases", "reduce_to_owners", "agree_sizes", "check_frames", "gather_parts"}
     assert {name for name in comm.__all__ if name.islower()} - inside <= set(CALLS)
     backend, clock = Backend(), CommTime()
@@ -300,11 +300,11 @@ def test_time_in_collectives_is_counted_once(monkeypatch: pytest.MonkeyPatch) ->
     assert backend.all_reduce(None) is None
     assert spent(lambda: backend.all_reduce(None)) >= 10
     handle = backend.all_reduce(None, async_op=True)
-    assert spent(lambda: time.sleep(0.01)) == 0  # computing, while the operation is in flight
+    assert spent(lambda: time.sleep(0.01)) == 0  # computing while the operation runs
     assert not handle.is_completed() and handle.wait.__qualname__
     assert spent(handle.wait) >= 20
     assert handle.is_completed() and handle.wait() is True
     assert spent(backend.get_rank) == 0
     with pytest.raises(ValueError, match="planted"):
         backend.broadcast(None)
-    assert spent(backend.barrier) >= 10  # the stopwatch also stops where a call fails
+    assert spent(backend.barrier) >= 10  # a failed call has stopped the stopwatch

@@ -1,4 +1,4 @@
-"""The counts of a step on NCCL groups: those of the docs are those of the schedules, and the simulated GPU counts the same."""
+"""Counts of a step on NCCL groups: the docs have those of the schedules, and the simulated GPU counts the same."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from ds_zipccl import comm, kernels
 from ds_zipccl.benchmarks.comm import counted
 
 MODULE = "ds_zipccl.benchmarks.comm.counted"
-#: Few enough words for the emulated kernels, and enough for several fragments and agreements of one MiB.
+#: Few words for the emulated kernels, but enough for several fragments and size agreements with 1 MiB of staging.
 LAYER, BUCKET = (160_000, 40_000), 600_000
 SMALL = f"""
 import json
@@ -43,13 +43,13 @@ def test_the_docs_have_the_counts_of_today(tmp_path: Path) -> None:
 
 
 def collectives(kind: str) -> int:
-    """The collectives of a kind that this rank of the simulated GPU has begun."""
+    """Return how many collectives of a kind this rank of the simulated GPU has started."""
     (communicator,) = machine().communicators.values()
     return sum(call.kind == kind for call in communicator.calls[dist.get_rank()])
 
 
 def small(rank: int, ranks: int) -> tuple[int, int]:
-    """The gathers of a layer, and the exchanges of a bucket."""
+    """Return the numbers of gathers of a layer and of exchanges of a bucket."""
     levels.pretend(levels.nodes_of(2, 2))
     config = replace(counted.CONFIG, staging_mib=1, nccl_min_bytes=0)
     shards = [weights(rank, numel // ranks).to(f"cuda:{rank}") for numel in LAYER]
@@ -64,7 +64,7 @@ def small(rank: int, ranks: int) -> tuple[int, int]:
     return gathers, collectives("all_to_all")
 
 
-@pytest.mark.full(reason="600,000 elements are many for the emulated kernels")
+@pytest.mark.full(reason="600,000 elements take the emulated kernels long")
 def test_the_simulated_gpu_counts_the_same() -> None:
     kernels.route()
     result = python("-c", SMALL, PYTHONPATH=PYTHONPATH)

@@ -1,4 +1,4 @@
-"""``--link``: a shaped network of namespaces, rate, delay and loss as measured on it, that nothing of it stays; and its syntax."""
+"""``--link``: its syntax, the rate, delay and loss measured on a shaped network, and the removal of the network."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def needs_network(test: Callable[..., None]) -> Any:
 
 
 def has_netem() -> bool:
-    """Whether a network with a delay can be made here."""
+    """Return whether this machine can make a network with a delay."""
     spec = link.parse("1gbit,1ms")
     assert spec is not None
     try:
@@ -45,13 +45,11 @@ def has_netem() -> bool:
         return False
 
 
-needs_netem = pytest.mark.skipif(
-    bool(namespaces.why_not()) or not has_netem(), reason="no netem here: root and sch_netem needed"
-)
+needs_netem = pytest.mark.skipif(bool(namespaces.why_not()) or not has_netem(), reason="netem needs root and sch_netem")
 
 
 def left_behind(pid: int | None = None) -> list[str]:
-    """Namespaces and interfaces of a process, of this one if None; other processes may be measuring at the same time."""
+    """Return the namespaces and interfaces of a process, by default of this one, not of concurrent ones."""
     names = [*os.listdir("/run/netns"), *(name for _, name in socket.if_nameindex())]
     return [name for name in names if re.fullmatch(rf"zc{pid or os.getpid()}[bnv]\d*", name)]
 
@@ -63,13 +61,13 @@ def shaped(text: str, ranks: int, nodes: int | None = None) -> contextlib.Abstra
 
 
 def inside(network: namespaces.Network, rank: int, call: Callable[..., Any], *args: Any, **more: Any) -> Any:
-    """Result of a call in the node of ``rank``; a socket that it makes stays in that node."""
+    """Return the result of a call in the node of ``rank``; its sockets stay in that node."""
     return namespaces.inside(network.namespace(rank), partial(call, *args, **more))
 
 
 @contextlib.contextmanager
 def connected(network: namespaces.Network) -> Iterator[tuple[socket.socket, socket.socket]]:
-    """TCP sockets of rank 0 and rank 1, connected to each other."""
+    """Give connected TCP sockets of rank 0 and rank 1."""
     with inside(network, 1, socket.create_server, (network.addresses[1], 0)) as server:
         client = inside(network, 0, socket.create_connection, server.getsockname(), timeout=30)
         with client, server.accept()[0] as peer:
@@ -80,7 +78,7 @@ def connected(network: namespaces.Network) -> Iterator[tuple[socket.socket, sock
 
 
 def round_trips(network: namespaces.Network, count: int) -> list[float]:
-    """Seconds of ``count`` round trips of one byte between rank 0 and rank 1."""
+    """Return the seconds of each of ``count`` round trips of one byte between rank 0 and rank 1."""
     seconds = []
     with connected(network) as (client, peer):
         for _ in range(count):
@@ -93,7 +91,7 @@ def round_trips(network: namespaces.Network, count: int) -> list[float]:
 
 
 def transfer_seconds(network: namespaces.Network, nbytes: int) -> float:
-    """Seconds from the first byte sent by rank 0 to the last byte received by rank 1."""
+    """Return the seconds from the first byte that rank 0 sends to the last that rank 1 receives."""
     with connected(network) as (client, peer), ThreadPoolExecutor(1) as thread:
         start = time.perf_counter()
         sending = thread.submit(client.sendall, bytes(nbytes))
@@ -132,7 +130,7 @@ def test_ranks_are_placed_in_blocks() -> None:
 @needs_network
 @pytest.mark.full(reason="ten seconds on an idle machine; test_cost_model.py measures a shaped link")
 def test_collectives_take_as_long_as_the_link_needs(tmp_path: Path) -> None:
-    """Inside a node they take a few milliseconds: its ranks do not use the link."""
+    """Inside a node collectives take a few milliseconds, because its ranks do not use the link."""
     words = "bench comm --link 200mbit --op all_to_all --numel 2M --repeats 3 --ranks"
     found = outcome(tmp_path, words, "2", "3")["rows"]
     assert [(row["ranks"], row["nodes"], row["link"]) for row in found] == [
@@ -154,7 +152,7 @@ def test_collectives_take_as_long_as_the_link_needs(tmp_path: Path) -> None:
 )
 @needs_network
 def test_training_on_nodes(tmp_path: Path) -> None:
-    """Two nodes of two ranks each: every process is told where it is, the bits are the same, and communication takes the link's time."""
+    """Two nodes of two ranks: every process knows its place, bits are equal, and the link limits communication."""
     places = tmp_path / "places"
     places.mkdir()
     script = tmp_path / "train_gpt.py"
@@ -176,7 +174,7 @@ sys.exit(train_gpt.main())
     plain, coded = outcome(tmp_path, words, str(script))["rows"]
     assert [(row["ranks"], row["nodes"], row["link"]) for row in (plain, coded)] == [(4, 2, "500mbit")] * 2
     assert plain["params_sha256"] == coded["params_sha256"]
-    # A step sends about a fifth of the run's bytes, initialisation the rest; nothing of it hides behind computing.
+    # A step sends about a fifth of the run's bytes, initialization the rest. Computing hides none of the step's bytes.
     assert plain["comm_ms"] > 0.7 * 1000 * 8 * plain["logical_bytes"] / 5 / 500e6
     found = [json.loads((places / str(rank)).read_text()) for rank in range(4)]
     assert [place for place, _ in found] == [[0, 0, 4, 2], [1, 1, 4, 2], [2, 0, 4, 2], [3, 1, 4, 2]]
@@ -208,7 +206,7 @@ with namespaces.shaped(link.parse('1gbit'), 3):
 @needs_network
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
 def test_a_signal_removes_the_network(number: signal.Signals) -> None:
-    # A shell that started these tests in the background has made some signals ignored.
+    # A shell that starts these tests in the background lets them ignore some signals.
     heard = f"import signal; signal.signal({int(number)}, signal.default_int_handler if {number == signal.SIGINT} else signal.SIG_DFL)\n"
     process = subprocess.Popen([sys.executable, "-c", heard + KILLED.format(int(number))], stderr=subprocess.DEVNULL)
     assert process.wait() in (128 + number, -signal.SIGINT)
@@ -225,12 +223,12 @@ def test_the_next_call_removes_the_network_of_a_killed_process() -> None:
     assert not left_behind()
 
 
-# ---------------------------------------------------------------- rate, delay, jitter and loss as programs see them
+# ---- rate, delay, jitter and loss that programs see -----------------------------------------------------
 
 
 @needs_network
 def test_the_rate_is_seen() -> None:
-    """2 MB take 160 ms at 100 Mbit/s, without the first quarter of a megabyte, for which there are tokens."""
+    """2 MB take 160 ms at 100 Mbit/s; initial tokens let the first quarter of a megabyte pass at once."""
     with shaped("100mbit", 2) as network:
         assert 0.9 * 8 * 1.75e6 / 100e6 < transfer_seconds(network, 2_000_000) < 1.5 * 8 * 2e6 / 100e6
         assert min(round_trips(network, 20)) < 0.005
@@ -255,7 +253,7 @@ def test_the_jitter_is_seen() -> None:
 @needs_netem
 @pytest.mark.parametrize("loss", [0, 10])
 def test_the_loss_is_seen(loss: int) -> None:
-    """Of 2000 packets 10% are 200, give or take five standard deviations of 13."""
+    """10% of 2000 packets are 200, within five standard deviations of 13."""
     with shaped(f"100mbit,{loss}%" if loss else "100mbit", 2) as network:
         receiver = inside(network, 1, socket.socket, socket.AF_INET, socket.SOCK_DGRAM)
         sender = inside(network, 0, socket.socket, socket.AF_INET, socket.SOCK_DGRAM)
@@ -275,7 +273,7 @@ def test_the_loss_is_seen(loss: int) -> None:
 
 @needs_netem
 def test_packets_get_lost_one_by_one() -> None:
-    """Segments of 64 KiB that get lost as a whole would make a link of 2% loss look like one of 0.05%."""
+    """Segments of 64 KiB lost as a whole would make 2% loss look like 0.05%."""
     with shaped("1gbit,2%", 2) as network:
         seconds = transfer_seconds(network, 2_000_000)
         sent = inside(network, 0, Path("/proc/thread-self/net/dev").read_text)
@@ -285,7 +283,7 @@ def test_packets_get_lost_one_by_one() -> None:
 
 @needs_network
 def test_a_kernel_without_netem_is_named() -> None:
-    """Where netem is missing, the message says so and nothing stays; where it is there, the network works."""
+    """Without netem, the message names it, and no part of the network remains."""
     if has_netem():
         pytest.skip("this kernel has netem")
     with pytest.raises(ToolError, match="modprobe sch_netem"), shaped("1gbit,20ms", 2):
@@ -293,7 +291,7 @@ def test_a_kernel_without_netem_is_named() -> None:
     assert not left_behind()
 
 
-# ---------------------------------------------------------------- without a network
+# ---- without a network -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -319,7 +317,7 @@ def test_links(text: str, wanted: tuple[float, ...]) -> None:
     ("statuses", "found"), [((0, 0), 0), ((0, 3), 3), ((2, 3), 2), ((None, 3), 3), ((None, 0), None)]
 )
 def test_the_first_status_of_ranks(statuses: tuple[int | None, ...], found: int | None) -> None:
-    """None stands for a process that runs: it is not waited for once another one has failed, or after the timeout."""
+    """None is the status of a running process. The wait ends after a failure of another process, or the timeout."""
     ranks: Any = [SimpleNamespace(poll=lambda one=one: one, returncode=one) for one in statuses]
     begun = time.monotonic()
     assert namespaces.first_status(ranks, 0.5 if found is None else 60) == found
@@ -345,7 +343,7 @@ def test_missing_things_are_named(monkeypatch: pytest.MonkeyPatch, capsys: pytes
 
 
 def test_what_netem_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Delay and jitter in microseconds, loss in percent, and room for all packets on their way."""
+    """netem gets delay and jitter in microseconds, loss in percent, and room for all packets in flight."""
     pytest.importorskip("pyroute2")
     told: list[Any] = []
     host = type("Host", (), {"tc": lambda self, *args, **more: told.append((args, more))})()

@@ -1,4 +1,4 @@
-"""``plan`` with computing: whole steps, the share of exposed communication, and the steps that others measured."""
+"""``plan`` with computing: whole steps, the share of exposed communication, and published steps."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from ds_zipccl.cli.planning import schedules
 from ds_zipccl.cli.planning.rows import Computing, step_time
 from ds_zipccl.cli.planning.speeds import behind
 
-#: (Links, tokens) -> TFLOPs of plain ZeRO-3 and of ZeRO++, read from the bars of 138B a second time.
+#: (links, tokens) -> TFLOPs of plain ZeRO-3 and of ZeRO++ with 138B parameters, read from the bars a second time.
 BARS = {
     (1, 1024): (11, 22), (1, 2048): (20, 38), (2, 2048): (32, 48), (4, 1024): (23, 36), (4, 2048): (36, 50), (8, 2048): (48, 55)
 }  # fmt: skip
@@ -30,20 +30,20 @@ def planned(tmp_path: Path, *words: str, status: int = 0) -> dict[str, Any]:
     return outcome(tmp_path, "plan", *words, status=status)
 
 
-# ---- steps that others measured --------------------------------------------------------------------------------------
+# ---- published steps -------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
 def published(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], str]:
-    """What ``plan --clusters`` writes and prints: ten seconds."""
+    """Return the JSON and the output of ``plan --clusters``; takes ten seconds."""
     with contextlib.redirect_stdout(io.StringIO()) as printed:
         found = planned(tmp_path_factory.mktemp("clusters"), "--clusters")
     return found, printed.getvalue()
 
 
 def test_every_published_cell(published: tuple[dict[str, Any], str]) -> None:
-    """The formula, written down again, gives the same predictions; two parameters fit all cells of three sizes within 10 %. The results in
-    the documentation are those of this release."""
+    """A second implementation of the formula gives the same predictions. Two parameters fit all cells of three sizes
+    within 10%. The documented results are those of this release."""
     found, printed = published
     fit, rows = found["fit"], found["rows"]
     assert set(fit) == {"tflops", "path"}
@@ -77,9 +77,9 @@ def test_cells_of_a_figure_are_predicted_unseen(published: tuple[dict[str, Any],
     assert rows[8, 2048, "138B"]["unseen"] < -0.10, "the documentation says that figure 8 is off by more"
 
 
-@pytest.mark.full(reason="fits twice more, twenty seconds")
+@pytest.mark.full(reason="two more fits take twenty seconds")
 def test_a_wrong_model_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without the path, no speed of computing brings all cells within 10 %; nor is a wrong figure fitted away."""
+    """Without the path, or with one wrong figure, no fit brings all cells within 10%."""
     with monkeypatch.context() as patched:
         patched.setattr(schedules, "behind", lambda network, path: network)
         planned(tmp_path, "--clusters", status=1)
@@ -90,7 +90,7 @@ def test_a_wrong_model_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 
 def test_fitted_parameters_are_options(published: tuple[dict[str, Any], str], tmp_path: Path) -> None:
-    """The command for one run predicts the cell of that run."""
+    """``plan`` with the fitted parameters predicts the cell of a run."""
     found = published[0]
     (cell,) = [row for row in found["rows"] if (row["links"], row["size"]) == (2, "138B")]
     words = "--params 138e9 --gpus 384 --gpus-per-node 16 --dtype fp16 --ratio 1.2 --network 2x100gbit/node --live 0 --tokens 2048".split()
@@ -107,7 +107,7 @@ LARGE = "--params 70e9 --gpus 1024 --gpus-per-node 8 --live 0 --gpu-profile assu
 
 def test_parts_of_a_step() -> None:
     assert step_time(3.0, 2.0, 1.0, 0.0) == (3.0, 0.0, 2.0)
-    half = step_time(3.0, 2.0, 1.0, 0.5)  # 1.5 of 2 seconds are hidden, and so is that part of the coding
+    half = step_time(3.0, 2.0, 1.0, 0.5)  # 1.5 of 2 seconds are hidden, with the same share of the coding
     assert half == (3.0, 0.75, 0.5) and half.total == 4.25 and half.share == 0.5 / 4.25
     assert step_time(3.0, 2.0, 1.0, 1.0) == (3.0, 1.0, 0.0)
     assert step_time(3.0, 0.0, 0.0, 1.0).share == 0.0
@@ -156,7 +156,7 @@ def test_without_computing_there_is_no_speed_of_a_step(tmp_path: Path, capsys: p
     assert "times of communication alone" in printed and "step_speedup" not in printed
 
 
-# ---- ``make simai`` on a stand-in for the simulator with the same interface, whose bandwidths are known -------------------
+# ---- ``make simai`` on a stand-in for the simulator, whose bandwidths are known --------------------------------------
 
 HEADER = """
 #pragma once
@@ -170,7 +170,7 @@ Rows readCSV(const std::string &path);
 BusBwResult cal_busbw(GPUType, float inside, float card, float cards, int nodes, char *op, int gpus, char *nic);
 float cal_ratio(Rows, Rows, Rows, uint64_t bytes, int ranks, int tp, uint32_t gpus, char *group, char *op, bool nvlink);
 """
-#: Twice the network cards' rate for sums; half of it is left for operations below 200 MB.
+#: Sums have twice the rate of the network cards; operations below 200 MB have half of their rate.
 SOURCE = """
 #include "astra-sim/system/calbusbw.h"
 Rows readCSV(const std::string &) { return {}; }

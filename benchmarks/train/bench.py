@@ -1,68 +1,66 @@
 """``bench train``: whole training runs from one seed, plain and compressed, whose bits must be equal.
 
-Every run is ``examples/train_gpt.py`` in processes of its own, or ``train_moe.py``, ``train_lora.py``, ``train_tp.py``,
-``train_pipeline.py`` or ``train_fsdp.py``. The variants take turns, plain first. Columns:
+Every run starts ``train_gpt.py``, ``train_moe.py``, ``train_lora.py``, ``train_tp.py``, ``train_pipeline.py`` or
+``train_fsdp.py`` of ``examples/`` in new processes. The variants run in turn, plain first. Columns:
 
-* ``workload``: the training: ``zero1``, ``zero2``, ``zero3`` (ZeRO stages). ``moe``, ``moe-top2``: ZeRO-2 and DeepSpeed-MoE, 8 experts with
-  biases, one or two of them for a token. ``mixtral`` (8 experts, 2 for a token), ``qwen`` (32 and 4), ``qwen64`` (64 and 8): ZeRO-2 and
-  DeepSpeed's AutoEP with Mixtral and Qwen3-MoE of Hugging Face; need ``pip install transformers``. All experts are shared out over all
-  ranks, and more than 60% of the bytes are all-to-alls. ``finetune``: ZeRO-3 at a learning
-  rate of 2e-5, from fresh weights, whose updates change more bits than those of trained ones; every parameter is gathered for the forward
-  and again for the backward pass, as in a model that is too large to be kept. ``lora``: ZeRO-3, LoRA adapters of a Llama of Hugging Face,
-  with the values that its Trainer takes for "auto" (threshold of persistence 10 x hidden size); needs ``pip install transformers peft``.
-  ``fsdp2``, ``fsdp2-lora``: PyTorch's FSDP2 with the model of ``finetune``, and with that of ``lora``.
-  ``tp``: ZeRO-1 and DeepSpeed's AutoTP: all ranks, or as many as ``--options '--tensor N'`` says, share the layers of a Llama of Hugging
-  Face, and sum activations of 4 MiB; needs ``pip install transformers``. ``pipeline``: DeepSpeed's PipelineModule in two stages, or as many
-  as ``--options '--stages N'`` says, whose first and last one share an embedding.
-* ``ranks``, ``nodes``, ``link``: number of processes; number of nodes that share out the processes in blocks; network between the
-  nodes. On ``loopback`` there is one node. With ``--link`` there is one node per rank, or as many as ``--nodes`` says.
-* ``variant``: ``plain``: ds_zipccl is off (``DS_ZIPCCL=0``). ``raw``: our schedules with the codec raw. ``coded``: our schedules,
-  compressed. ``auto``: the fastest of these three for a message, which 25 blocking calls of its kind find out, or 85 asynchronous ones.
-  These three have ``reduction: match``, which promises the bits of the plain run, and the keys of ``--set``. ``zeropp``: DeepSpeed's ZeRO++
-  (8-bit weights, 4-bit gradients, second copies of the weights inside nodes of several ranks), on CPUs with torch's arithmetic in place of
-  its CUDA kernels. It is lossy: a line below the rows says how far its losses are from the plain ones. Its gradients are of 4 bits from two
-  nodes on.
-* ``step_ms``: median of rank 0's steps, without the first ``--skip``.
-* ``comm_ms``: median over the same steps of the time in which rank 0 stood still for communication: in calls of collectives and in
-  ``wait()`` of their handles. The delays of other ranks are in it. Communication that overlaps with computing is not.
-* ``exchange_ms``: the same without the waiting for ranks that come later: of each call the shortest time of all ranks, that of the rank
-  that came last. "-" where the calls of ranks differ. ``quiet_ms``: of each of a step's calls the shortest such time of all steps,
-  together: what calls take where no other program disturbs. ``of_plain``, ``of_coded``: the ratio of ``quiet_ms`` to that of these
-  variants.
-* ``ep_ms``: the same as ``comm_ms`` for exchanges of experts alone. The JSON file has it for every role (``role_ms``).
-* ``epilogue_ms``, ``reductions_ms``, of ``pipeline``: median times of the first stage from the end of its last forward pass to its
-  optimizer step, and in sums of gradients: of the shared embedding, and over ranks of the same stage.
-* ``logical_bytes``: bytes that bandwidth-optimal plain schedules of DeepSpeed's operations send, per rank (mean) and run. All
-  traffic counts, from initialization to the gather of the final parameters, also calls that passed through.
-* ``wire_bytes``: the same with coded calls at the bytes that they sent, headers included. With ZeRO-1 and ZeRO-2 even raw frames
-  send less, because gradients go to their owners only. The plain row has ``logical_bytes`` here: the bytes of the plain backend's
-  own schedules cannot be seen from outside.
+* ``workload``: ``zero1``, ``zero2``, ``zero3``: ZeRO stages. ``moe``, ``moe-top2``: ZeRO-2 and DeepSpeed-MoE, 8 experts
+  with biases, top-1 or top-2. ``mixtral`` (8 experts, top-2), ``qwen`` (32, top-4), ``qwen64`` (64, top-8): ZeRO-2 and
+  DeepSpeed's AutoEP with Mixtral and Qwen3-MoE of Hugging Face (``pip install transformers``). The experts are
+  distributed over all ranks, and more than 60% of the bytes are all-to-alls. ``finetune``: ZeRO-3 from fresh weights at
+  a learning rate of 2e-5. An update of fresh weights changes more bits than one of trained weights. Every parameter is
+  gathered for the forward and again for the backward pass, as in a model too large to stay gathered. ``lora``: ZeRO-3
+  and LoRA adapters of a Llama of Hugging Face, with the values that its Trainer takes for "auto" (persistence threshold
+  10 x hidden size); needs ``pip install transformers peft``. ``fsdp2``, ``fsdp2-lora``: PyTorch's FSDP2 with the models
+  of ``finetune`` and ``lora``. ``tp``: ZeRO-1 and DeepSpeed's AutoTP. All ranks, or N with ``--options '--tensor N'``,
+  share the layers of a Llama of Hugging Face and sum activations of 4 MiB; needs ``pip install transformers``.
+  ``pipeline``: DeepSpeed's PipelineModule in two stages, or N with ``--options '--stages N'``. The first and the last
+  stage share an embedding.
+* ``ranks``, ``nodes``, ``link``: number of processes; number of nodes, which hold consecutive ranks; network between
+  the nodes. ``loopback`` has one node. ``--link`` has one node per rank, or the number of ``--nodes``.
+* ``variant``: ``plain``: without ds_zipccl (``DS_ZIPCCL=0``). ``raw``: the schedules of ds_zipccl, uncompressed.
+  ``coded``: the same, compressed. ``auto``: the fastest of these three per message, chosen by 25 blocking or 85
+  asynchronous calls of its kind. ``raw``, ``coded`` and ``auto`` have ``reduction: match``, which promises the bits of
+  the plain run, and the keys of ``--set``. ``zeropp``: DeepSpeed's ZeRO++ (8-bit weights, 4-bit gradients from two
+  nodes on, second copies of the weights inside nodes of several ranks). On CPUs torch operations replace its CUDA
+  kernels. ZeRO++ is lossy: a line below the rows has the deviation of its losses from the plain losses.
+* ``step_ms``: median of rank 0's steps, without the first ``--skip`` steps.
+* ``comm_ms``: median over the same steps of the time of rank 0 in calls of collectives and in ``wait()`` of their
+  handles, including the delays of late ranks. Communication that overlaps with computing does not count.
+* ``exchange_ms``: the same without the wait for late ranks. Each call counts with its shortest time of all ranks, which
+  is that of the last rank to call. "-" if the ranks' calls differ. ``quiet_ms``: the sum of each call's shortest such
+  time of all steps, which other programs disturb least. ``of_plain``, ``of_coded``: this / that of the variant.
+* ``ep_ms``: ``comm_ms`` of exchanges of experts only. The JSON file has it for every role (``role_ms``).
+* ``epilogue_ms``, ``reductions_ms``, of ``pipeline``: median times of the first stage from the end of its last forward
+  pass to its optimizer step, and in sums of gradients: of the shared embedding, and over ranks of the same stage.
+* ``logical_bytes``: bytes that bandwidth-optimal plain schedules of DeepSpeed's operations send, per rank (mean) and
+  run. All traffic counts, from initialization to the gather of the final parameters, also calls that passed through.
+* ``wire_bytes``: the same, with the sent bytes of coded calls, headers included. With ZeRO-1 and ZeRO-2 even raw frames
+  send less, because each gradient is sent only to its owner. The plain row repeats ``logical_bytes``.
 * ``gather_ratio``: bytes of the plain gathers of parameters / bytes sent for them, from the second step on, on rank 0.
-* ``step_m``: bytes that rank 0 sends in a step, mean from the second step on, in units of the model: M is 2 bytes x elements x (n - 1) / n
-  on n ranks. Where every parameter is gathered twice, plain ZeRO-3 sends 3 M. The JSON file has it by step (``volume``).
+* ``step_m``: bytes that rank 0 sends per step, mean from the second step on, in units of M = 2 bytes x elements of the
+  model x (n - 1) / n on n ranks. With two gathers per parameter plain ZeRO-3 sends 3 M. The JSON file has steps.
 * ``loss_last``: mean over ranks; "-" if it is not finite.
-* ``params_sha256``: hash of all final parameters of all ranks (the table shows 16 digits). The bits of ``lora`` are equal only if the
-  hashes of its adapters and of its merged weights are too.
+* ``params_sha256``: hash of all final parameters of all ranks (the table shows 16 digits). ``lora`` compares its
+  adapters and merged weights too.
 * ``speedup``: plain ``step_ms`` / this row's ``step_ms``. ``comm_speedup``: plain ``comm_ms`` / this row's ``comm_ms``.
 
-A line below the rows of a configuration has the ratio over coded bytes alone, and ``bits: equal`` or everything that is wrong. With
-experts a line for each variant has the part of their exchanges in the logical bytes of rank 0 from the second step on, and their ratios.
+Lines below the rows of a configuration have the ratio over coded bytes alone, and ``bits: equal`` or all problems. With
+experts, a line per variant has the share of their exchanges in rank 0's bytes from the second step on, and ratios.
 
-A variant may also be written as settings of its own, with commas between them: ``coded`` with a lossy codec for a role, named as for
-``bench codec`` (``tp=round:3``, ``ep=round:3,zero_grad=round:1``) with further keys of the role behind (``pp=lowrank:16:when=backward``),
-or with other keys of the section (``fused_embedding=true``). Its runs are compared with each other, and a line says how far the losses
-are from the plain ones. ``--set lossy=true roles='{"tp": {"codec": "round", "mantissa": 3}}'`` gives all our runs a lossy codec. The bits
-of ``raw``, ``coded`` and ``auto`` are then compared with each other, not with those of the plain run.
+A variant may also be settings, separated by commas, that are added to ``coded``: a lossy codec for a role in the
+notation of ``bench codec`` (``tp=round:3``, ``ep=round:3,zero_grad=round:1``), further keys of the role
+(``pp=lowrank:16:when=backward``), or other keys of the section (``fused_embedding=true``). Its runs are compared with
+each other, and a line has the deviation of the losses from the plain losses. ``--set lossy=true roles='{"tp": {"codec":
+"round", "mantissa": 3}}'`` gives all variants except plain a lossy codec; their bits are then compared with each other.
 
-``--backend nccl`` trains on GPUs with NCCL groups, which code messages of at least 64 KiB. A rank has the GPU of its number; where there
-are more ranks than GPUs, ranks share them, over sockets, with variables of NCCL that the output names: right results, and times that say
-nothing about a network, unless ``--link`` shapes one between them. ``--set nccl=auto`` gives our runs the default of jobs. The column
-``host_waits`` has the times that the host of a rank waits for its device in coded calls, per step (mean), and
-``comm_ms`` the host's time in calls, during which the device works. NCCL promises no order of its additions: with more than two ranks our
-runs have ``reduction: fp32``, and their bits are compared with each other, not with the plain run's.
+``--backend nccl`` trains on GPUs with NCCL groups, which code messages from 64 KiB on. Rank i has GPU i. If ranks
+outnumber GPUs, ranks share GPUs and communicate over sockets, with the NCCL variables that the output names; unless
+``--link`` shapes a network, their times say nothing about one. ``--set nccl=auto`` gives the variants the default of
+jobs. The column ``host_waits`` counts how often the host of a rank waits for its device in coded calls, per step
+(mean). ``comm_ms`` is the host's time in calls, during which the device works. NCCL promises no order of additions.
+With more than two ranks the variants except plain therefore have ``reduction: fp32`` and are compared with each other.
 
-``--link LINK`` is ``RATE[,DELAY[~JITTER]][,LOSS]``, as in ``bench comm --help``. It needs root, and
-``pip install ds-zipccl[bench]`` for pyroute2.
+``--link LINK`` is ``RATE[,DELAY[~JITTER]][,LOSS]``, as in ``bench comm --help``. It needs root and pyroute2.
 
 The exit status is 1 if a run failed or any bit differs.
 """
@@ -87,9 +85,9 @@ from ds_zipccl.cli import ToolError
 from ds_zipccl.cli.tables import Column, Table, alike, complain, say, write_json
 from ds_zipccl.config import ConfigError, parse_section
 
-#: Columns of the first stage of a pipeline.
+#: Columns of pipelines, measured in the first stage.
 STAGE_TIMES = ("epilogue_ms", "reductions_ms")
-#: Smallest message in bytes that is coded on NCCL groups: the default of gloo's groups, as models of benchmarks are small.
+#: Smallest coded message on NCCL groups in bytes: the default of gloo groups, because the models here are small.
 NCCL_MIN_BYTES = 65536
 
 
@@ -107,23 +105,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     option("--steps", type=int, default=20, metavar="K", help="optimizer steps per run (default: 20)")
     option("--skip", type=int, default=3, metavar="K", help="first steps left out of the times (default: 3)")
     option("--repeat", type=int, default=1, metavar="K", help="runs of each variant, in turn (default: 1)")
-    sizes = "model (default: small, 11M parameters; of lora 60M, with experts 8 to 40M)"
+    sizes = "model (default: small, 11M parameters; lora 60M; with experts 8 to 40M)"
     option("--size", choices=("tiny", "small", "medium"), default="small", help=sizes)
-    keys = 'keys of the "zipccl" section for all runs but plain ones'
+    keys = 'keys of the "zipccl" section for all runs except plain'
     option("--set", nargs="+", default=[], metavar="KEY=VALUE", help=keys)
     further = "further options of the script, such as '--lr 2e-5 --accumulation 4'"
     option("--options", type=shlex.split, default=[], metavar="TEXT", help=further)
     option("--script", type=Path, metavar="FILE", help="training script (default: the package's own)")
     option("--timeout", type=float, default=1800, metavar="S", help="seconds for one run (default: 1800)")
-    option("--json", metavar="FILE", help="write rows and judgements of runs here")
+    option("--json", metavar="FILE", help="write rows and verdicts to this file")
     option("--plot", metavar="PNG", help="draw computing and communication of a step (needs matplotlib)")
 
 
 def main(args: argparse.Namespace) -> int:
-    """Run ``bench train``; 0 if every run worked and every bit is equal, else 1.
+    """Run ``bench train``; 0 if every run succeeded with equal bits, else 1.
 
     Raises:
-        ToolError: the options do not fit together, there is no training script, or a file cannot be written.
+        ToolError: options contradict each other, the training script is missing, or a file cannot be written.
     """
     if args.repeat < 1 or not 0 <= args.skip < args.steps:
         raise ToolError(
@@ -132,7 +130,7 @@ def main(args: argparse.Namespace) -> int:
     link.check(args.link, args.ranks, args.nodes)
     backend = BACKENDS[args.backend]
     backend.check()
-    # Before hours of measuring.
+    # Wrong settings are refused before hours of runs.
     sections = [_section(variant, args.set, backend) for variant in args.variants]
     own = {variant for variant in args.variants if variant != ZEROPP and find(variant).changes}
     lossy = next(
@@ -141,10 +139,10 @@ def main(args: argparse.Namespace) -> int:
     for workload in args.workload:
         WORKLOADS[workload].check(workload)
         if ZEROPP in args.variants and WORKLOADS[workload].stage != 3:
-            raise ToolError(f"the row {ZEROPP} is of ZeRO-3: leave it out with --workload {workload}")
+            raise ToolError(f"variant {ZEROPP} needs ZeRO-3: leave it out with --workload {workload}")
     scripts = {workload: find_script(args.script, workload) for workload in args.workload}
     if args.plot:
-        from ds_zipccl.benchmarks import plots  # before hours of measuring: matplotlib may be missing
+        from ds_zipccl.benchmarks import plots  # before hours of runs: matplotlib may be missing
     for line in backend.lines(args.ranks, any(args.link)):
         say(line)
     table, written, judgements = Table(_columns(args, backend)), [], []
@@ -187,17 +185,17 @@ def main(args: argparse.Namespace) -> int:
 
 
 def _measure(training: Training, args: argparse.Namespace, lossy: bool) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """Rows and judgement of one configuration; a failed run is a problem in the judgement and gives no rows."""
+    """Run one configuration and return rows and verdict; a failed run gives no rows, and a problem in the verdict."""
     runs: dict[str, list[Results]] = {
         variant: []
-        for variant in dict.fromkeys(("plain", ZEROPP, *VARIANTS, *args.variants))  # ZeRO++ and plain runs come first
+        for variant in dict.fromkeys(("plain", ZEROPP, *VARIANTS, *args.variants))  # baselines first
         if variant in ("plain", *args.variants)
     }
     turns = list(runs) * args.repeat
     try:
         with namespaces.joined(training.link, training.ranks, training.nodes) as network:
             for number, variant in enumerate(turns, 1):
-                # The bar of the script begins with its first step, seconds after its start.
+                # The progress bar of the script starts seconds later, with the first step.
                 complain(f"# {training.workload}, {training.ranks} ranks, run {number} of {len(turns)}: {variant}")
                 section = _section(variant, args.set, training.backend, training.same_sums)
                 options = (*training.options, *(["--zeropp"] if variant == ZEROPP else []))
@@ -208,18 +206,17 @@ def _measure(training: Training, args: argparse.Namespace, lossy: bool) -> tuple
 
 
 def _section(variant: str, settings: Sequence[str], backend: Backend, same_sums: bool = True) -> dict[str, Any] | None:
-    """The ``"zipccl"`` section of a variant's processes; None if ds_zipccl is off.
+    """Return the ``"zipccl"`` section of a variant's processes; None without ds_zipccl.
 
     Args:
-        settings: "key=value" each; the value is JSON, or a string without quotes.
-        same_sums: whether our sums must have the bits of the plain ones.
+        settings: texts "key=value"; the value is JSON, or a string without quotes.
+        same_sums: whether sums must have the bits of the plain sums.
 
     Raises:
-        ToolError: a setting has no value, the variant needs another value of its key, or :func:`ds_zipccl.config.parse_section`
-            refuses it.
+        ToolError: a setting has no value, the variant sets its key, or the section is invalid.
     """
     if variant == ZEROPP:
-        return {"enabled": True, "mode": "never"}  # plain DeepSpeed, whose bytes are counted
+        return {"enabled": True, "mode": "never"}  # plain collectives, whose bytes are counted
     own = find(variant).settings
     if own is None:
         return None
@@ -230,9 +227,7 @@ def _section(variant: str, settings: Sequence[str], backend: Backend, same_sums:
     for setting in settings:
         key, equals, value = setting.partition("=")
         if not equals or key in reserved:
-            raise ToolError(
-                f"--set wants KEY=VALUE with a key that {variant} runs do not set themselves, got {setting}"
-            )
+            raise ToolError(f"--set wants KEY=VALUE with a key that {variant} runs do not set, got {setting}")
         try:
             section[key] = json.loads(value)
         except json.JSONDecodeError:
@@ -245,12 +240,12 @@ def _section(variant: str, settings: Sequence[str], backend: Backend, same_sums:
 
 
 def _lossy(section: dict[str, Any] | None) -> str:
-    """What the settings of a section change; "" where results have the bits of the plain run."""
+    """Return the settings of a section that change results; "" if results have the bits of the plain run."""
     return "" if section is None else changes(parse_section(section))
 
 
 def _variant(text: str) -> str:
-    """The type of ``--variants``."""
+    """Check a value of ``--variants`` (argparse type)."""
     if text != ZEROPP:
         try:
             find(text)
@@ -260,7 +255,7 @@ def _variant(text: str) -> str:
 
 
 def _experts_lines(judged: dict[str, Any]) -> list[str]:
-    """A line for each variant whose exchanges of experts are known."""
+    """Return a line for each variant with exchanges of experts."""
     lines = []
     for variant, found in judged.get("experts", {}).items():
         if found and variant != ZEROPP:

@@ -1,7 +1,8 @@
-"""``doctor --check``: predictions for the workloads of ``bench train``, compared with trainings on the same shaped links.
+"""``doctor --check``: predictions for workloads of ``bench train``, compared with trainings on the same shaped links.
 
-Rows: ``workload``, ``link``; ``comm``, ``step``: measured factors, plain / coded; ``comm_predicted``, ``step_predicted``; ``comm_off``,
-``step_off``: predicted / measured. ``comm`` is the factor of ``exchange_ms`` of ``bench train``: the prediction knows no late ranks either.
+Columns: ``workload``, ``link``. ``comm``, ``step``: measured times, plain / coded. ``comm_predicted``,
+``step_predicted``: the same, predicted. ``comm_off``, ``step_off``: predicted / measured. ``comm`` compares
+``exchange_ms`` of ``bench train``, which excludes the wait for late ranks, as the prediction does.
 """
 
 from __future__ import annotations
@@ -22,10 +23,10 @@ from ds_zipccl.cli.planning import user_job
 from ds_zipccl.cli.tables import Column
 from ds_zipccl.policy.cost_model import LinkProfile
 
-#: Workloads whose traffic is that of parameters and gradients alone.
+#: Workloads with traffic of parameters and gradients only.
 WORKLOADS = ("zero1", "zero2", "zero3")
 RANKS = 2
-#: Runs of the check -> section of their processes.
+#: Variant -> ``"zipccl"`` section of its processes.
 _RUNS: dict[str, dict[str, Any] | None] = {
     "plain": None,
     "coded": {"enabled": True, "reduction": "match"} | (VARIANTS["coded"].settings or {}),
@@ -48,18 +49,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         choices=WORKLOADS,
         metavar="W",
-        help=f"compare predictions with trainings of these workloads, one or more of {', '.join(WORKLOADS)}",
+        help=f"compare predictions with trainings of these workloads: {', '.join(WORKLOADS)}",
     )
     group.add_argument("--steps", type=int, default=10, metavar="K", help="optimizer steps of a training (10)")
     group.add_argument("--skip", type=int, default=3, metavar="K", help="first steps left out of the times (3)")
 
 
 def main(args: argparse.Namespace) -> int:
-    """Calibrate, train, compare; 1 if a factor is off by more than :data:`TOLERANCE` or a training has wrong bits."""
+    """Calibrate, train, compare; 1 if a prediction is off by more than :data:`TOLERANCE` or bits are wrong."""
     if not 0 <= args.skip < args.steps:
         raise ToolError(f"need --steps > --skip >= 0, got {args.steps} and {args.skip}")
     if None in args.link:
-        raise ToolError("--check wants a --link of a given rate between the ranks, such as --link 300mbit")
+        raise ToolError("--check wants a --link of a given rate, such as --link 300mbit")
     table, rows, problems = tables.Table(COLUMNS), [], []
     for spec in args.link:
         with namespaces.joined(spec, RANKS) as network:
@@ -88,7 +89,7 @@ def _profile(network: Network | None) -> LinkProfile:
 def _compared(
     workload: str, spec: link.LinkSpec, profile: LinkProfile, network: Network | None, args: argparse.Namespace
 ) -> tuple[dict[str, Any], list[str]]:
-    """Row of a workload on a link, and the problems of its trainings."""
+    """Train a workload on a link; return its row and the problems of its runs."""
     from ds_zipccl.cli.planning import job as job_plan  # imports torch, which `doctor --help` does not need
 
     training = Training(trial.find_script(None, workload), workload, RANKS, args.steps, link=spec)

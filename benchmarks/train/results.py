@@ -1,4 +1,4 @@
-"""Rows and judgement of one configuration of ``bench train``, from the results of its runs."""
+"""Rows and verdict of one configuration of ``bench train``, from the results of its runs."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from ds_zipccl.benchmarks.train import volume
 from ds_zipccl.benchmarks.train.trial import Results, Training
 from ds_zipccl.cli.step_logs import EXPERTS
 
-#: End of the keys of a result that are hashes.
+#: Suffix of the keys of hashes in a result.
 HASH = "_sha256"
 _HASHED = {"params_sha256": "parameters", "adapters_sha256": "adapters", "merged_sha256": "merged weights"}
-#: DeepSpeed's ZeRO++, in addition to :data:`variants.VARIANTS`: lossy, so that its bits are not compared.
+#: DeepSpeed's ZeRO++, a variant beyond :data:`variants.VARIANTS`. It is lossy: its bits are not compared.
 ZEROPP = "zeropp"
 
 Runs = Mapping[str, list[Results]]  # variant -> its runs, plain first
 
 
 def rows(training: Training, runs: Runs, skip: int) -> list[dict[str, Any]]:
-    """One row for each variant, columns as in ``bench train --help``; the times leave out the first ``skip`` steps."""
+    """Return a row per variant with the columns of ``bench train --help``; times exclude the first ``skip`` steps."""
 
     def median(key: str, variant: str) -> float:
         return float(statistics.median(ms for result in runs[variant] for ms in result[key][skip:]))
 
     def ratio_of(variant: str, to: str) -> float | None:
-        """Quiet time of exchanges of a variant / that of another one."""
+        """Return ``quiet_ms`` of a variant / ``quiet_ms`` of variant ``to``."""
         mine, other = quiet[variant], quiet.get(to)
         return mine / other if mine and other else None
 
@@ -83,26 +83,26 @@ def rows(training: Training, runs: Runs, skip: int) -> list[dict[str, Any]]:
 
 
 def _exchanges(results: list[Results], skip: int) -> list[list[float]] | None:
-    """Times of the calls of each step of all runs; None where they are not known."""
+    """Return the times of the calls of each step of all runs; None if a run has no times."""
     if not all(result.get("exchange_ms") for result in results):
         return None
     return [calls for result in results for calls in result["exchange_ms"][skip:]]
 
 
 def _quiet_ms(steps: list[list[float]]) -> float | None:
-    """The shortest time of each call of a step, together; None where steps differ in their calls."""
+    """Return the sum of each call's shortest time of all steps; None if steps differ in their number of calls."""
     return sum(map(min, zip(*steps, strict=True))) if len(set(map(len, steps))) == 1 else None
 
 
 def _parts_ms(results: list[Results], key: str, skip: int) -> dict[str, float]:
-    """Median over the steps of all runs of each of the times in ``key``: in collectives of each role, or in parts of a pipeline's step."""
+    """Return the medians, over the steps of all runs, of the times in ``key``, by role or pipeline part."""
     steps = [step for result in results for step in result[key][skip:]]
     parts = sorted({part for step in steps for part in step})
     return {part: float(statistics.median(step.get(part, 0.0) for step in steps)) for part in parts}
 
 
 def _volume(training: Training, result: Results) -> dict[str, list[float]]:
-    """The series of a run; {} if it has no step log."""
+    """Return the series of :mod:`volume` of a run; {} without a step log."""
     unit = volume.unit_bytes(result["parameters"], training.ranks)
     return volume.series(result["steps"], unit) if result["steps"] else {}
 
@@ -112,11 +112,11 @@ def _mean(values: list[float] | None) -> float | None:
 
 
 def judge(training: Training, runs: Runs, lossy: bool = False) -> dict[str, Any]:
-    """Ratio over compressed calls alone, size of the model, its trained part, hashes of further weights, counters, times and volume by step
-    and exchanges of experts of every variant, how far the losses of lossy variants are from the plain ones, and the problems.
+    """Return the verdict: ratio over compressed calls, sizes of the model and its trained part, further hashes, figures
+    of each variant, deviations of lossy losses, and problems.
 
-    ``lossy``: the settings of all our runs change values. Then our runs are compared with each other: what is rounded depends neither on
-    the schedule nor on its frames. A variant whose own settings change values is compared with itself.
+    ``lossy``: the settings of all runs except plain change values. These runs are then compared with each other,
+    because rounding depends neither on the schedule nor on frames. Lossy variants are compared with themselves.
     """
     ours = next((variant for variant in runs if variant not in ("plain", ZEROPP)), "")
     changed = [variant for variant in runs if variant != ZEROPP and variants.find(variant).changes]
@@ -145,8 +145,8 @@ def judge(training: Training, runs: Runs, lossy: bool = False) -> dict[str, Any]
 
 
 def deviation(runs: Runs, variant: str) -> dict[str, float | None]:
-    """How far the losses of a lossy variant are from the plain ones: the largest difference and the last one (None: not finite); {} without
-    the variant."""
+    """Return the largest and the last difference between the losses of a variant and the plain losses; None if not
+    finite, {} without the variant."""
     if variant not in runs:
         return {}
     pairs = zip(runs[variant][0]["losses"], runs["plain"][0]["losses"], strict=True)
@@ -156,11 +156,11 @@ def deviation(runs: Runs, variant: str) -> dict[str, float | None]:
 
 
 def problems(runs: Runs, same_sums: bool = True) -> list[str]:
-    """Everything wrong with the runs of one configuration; empty if nothing is.
+    """Return the problems of the runs of one configuration.
 
     Args:
-        same_sums: whether the order of our sums is that of the plain ones. Otherwise our runs are compared with the first one of them, and
-            plain runs with the first plain one. A variant that changes values is always compared with its own first run.
+        same_sums: whether all runs must have the bits of the first plain run. Otherwise plain runs are compared with
+            the first plain run, further runs with the first of these. Lossy variants are compared with themselves.
     """
     found = []
     known = {name: variants.find(name) for name in runs}

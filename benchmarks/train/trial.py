@@ -1,4 +1,4 @@
-"""One training run of ``bench train``: the example script in processes of its own, and the results that it writes."""
+"""One training run of ``bench train``: the example script in new processes, and the results that it writes."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from ds_zipccl.cli import ToolError, step_logs
 from ds_zipccl.cli.tables import complain
 
 PACKAGE = Path(ds_zipccl.__file__).resolve().parent
-#: Places of examples/ in an installed wheel and in a checkout.
+#: Folders of the examples in an installed wheel and in a checkout.
 EXAMPLES = (PACKAGE / "examples", PACKAGE.parent / "examples")
 
 
 @dataclass(frozen=True)
 class Workload:
-    """A training: DeepSpeed config next to the script, further options of the script, script, packages that it needs, its ZeRO stage, and
-    whether it has experts, or stages of a pipeline."""
+    """A training: DeepSpeed config, options of the script, script, required packages, ZeRO stage, and whether it has
+    experts or pipeline stages."""
 
     config: str
     options: tuple[str, ...] = ()
@@ -41,7 +41,7 @@ class Workload:
     stages: bool = False
 
     def check(self, name: str) -> None:
-        """Raise ToolError where a package is missing."""
+        """Raise ToolError if a package is missing."""
         if missing := [package for package in self.packages if importlib.util.find_spec(package) is None]:
             needed = " ".join(self.packages)
             raise ToolError(
@@ -72,7 +72,7 @@ WORKLOADS: dict[str, Workload] = {
     "pipeline": Workload("ds_config_pipeline.json", script="train_pipeline.py", stage=0, stages=True),
 }
 
-#: The file that the script's --results writes; "steps" has the step log of rank 0, None without ds_zipccl.
+#: Content of the script's --results file; "steps" is the step log of rank 0, None without a log.
 Results = dict[str, Any]
 
 
@@ -80,8 +80,8 @@ Results = dict[str, Any]
 class Training:
     """One configuration to run.
 
-    ``timeout``: seconds for one run. ``link``: network between the nodes, None for loopback. ``nodes``: number of nodes that share
-    out the ranks; with a link one for each rank if None. ``options``: further options of the script. ``backend``: of the groups.
+    ``timeout``: seconds per run. ``link``: network between the nodes, None for loopback. ``nodes``: number of nodes on
+    a link, which hold consecutive ranks; None: one per rank. ``options``: further options of the script.
     """
 
     script: Path
@@ -97,21 +97,21 @@ class Training:
 
     @property
     def same_sums(self) -> bool:
-        """Whether our sums must have the bits of the plain ones: NCCL promises no order of its additions, and two summands need none."""
+        """Whether sums must have the bits of the plain sums. NCCL promises no order for three or more ranks."""
         return self.ranks == 2 or not self.backend.streams
 
     @property
     def place(self) -> dict[str, Any]:
-        """Columns that name the configuration."""
+        """Columns that identify the configuration."""
         nodes = (self.nodes or self.ranks) if self.link else 1
         return {"workload": self.workload, "ranks": self.ranks, "nodes": nodes, "link": link.name(self.link)}
 
 
 def find_script(named: Path | None = None, workload: str = "zero3") -> Path:
-    """The training script of a workload.
+    """Return the training script of a workload.
 
     Raises:
-        ToolError: neither the named file nor the package's own script exists; names the places.
+        ToolError: the named file, or the script of the package, does not exist.
     """
     own = WORKLOADS[workload].script
     places = [named] if named else [folder / own for folder in EXAMPLES]
@@ -123,7 +123,7 @@ def find_script(named: Path | None = None, workload: str = "zero3") -> Path:
 
 
 def config_of(training: Training) -> Path:
-    """The DeepSpeed config of the workload: next to the script, otherwise the package's own."""
+    """Return the DeepSpeed config of the workload: next to the script, otherwise in the package."""
     name = WORKLOADS[training.workload].config
     return next(
         (folder / name for folder in (training.script.parent, *EXAMPLES) if (folder / name).is_file()), Path(name)
@@ -131,12 +131,12 @@ def config_of(training: Training) -> Path:
 
 
 def run(training: Training, variant: str, section: dict[str, Any] | None, network: Network | None) -> Results:
-    """Train once and return the script's results; blocks until the training ends. The script's progress bar goes to stderr.
+    """Train once and return the results; blocks until the training ends. The progress bar of the script goes to stderr.
 
     Args:
         variant: name of the run in the progress bar and in errors.
-        section: the ``"zipccl"`` section of the processes; None: ds_zipccl is off.
-        network: network in whose nodes the ranks run; None: the script starts its ranks on loopback.
+        section: the ``"zipccl"`` section of the processes; None: without ds_zipccl.
+        network: the ranks run in its nodes; None: on loopback.
 
     Raises:
         ToolError: the run failed or took too long; the message ends with the last lines of its output.
@@ -159,12 +159,12 @@ def run(training: Training, variant: str, section: dict[str, Any] | None, networ
             finally:
                 for process in processes:
                     if process.poll() is None:
-                        os.killpg(process.pid, signal.SIGTERM)  # torchrun is in this group and ends its ranks
+                        os.killpg(process.pid, signal.SIGTERM)  # to the process group: torchrun and its ranks
                 for process in processes:
                     process.wait()
         said = output.read_text(errors="replace")
         for line in said.splitlines():
-            if line.startswith("[ds_zipccl]") and " traffic of rank " not in line:  # what is coded in this run, and why
+            if line.startswith("[ds_zipccl]") and " traffic of rank " not in line:  # the start-up lines
                 complain(f"# {line}")
         if status != 0:
             ended = f"timeout after {training.timeout:.0f} s" if status is None else status
@@ -178,7 +178,7 @@ def run(training: Training, variant: str, section: dict[str, Any] | None, networ
 def _commands(
     training: Training, network: Network | None, more: Sequence[str]
 ) -> Iterator[tuple[list[str], dict[str, str]]]:
-    """Command and environment of each process to start, in the order of ranks."""
+    """Yield command and environment of each process, by rank."""
     backend, options = training.backend, WORKLOADS[training.workload].options
     command = [sys.executable, str(training.script), "--ds-config", str(config_of(training)), *options]
     command += ["--steps", str(training.steps), "--size", training.size, "--comm-time", *training.options, *more]
@@ -195,7 +195,7 @@ def _commands(
             "LOCAL_RANK": backend.local_rank(rank if backend.streams else rank % per_node),
             "WORLD_SIZE": training.ranks,
             "LOCAL_WORLD_SIZE": per_node,
-            "TORCHDYNAMO_DISABLE": 1,  # as the script does for ranks that it starts: nothing is compiled
+            "TORCHDYNAMO_DISABLE": 1,  # nothing is compiled, as in ranks that the script starts
             **backend.environment(training.ranks, rank, network is not None),
         }
         yield command, {key: str(value) for key, value in environment.items()}

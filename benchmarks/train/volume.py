@@ -1,6 +1,6 @@
-"""Bytes of a training step in units of the model: M is what a rank sends when each of ``n`` ranks gives its part of all 16-bit words to the
-others once, 2 bytes x elements x (n - 1) / n. Plain ZeRO-3 sends 3 M per micro-batch: parameters for the forward and for the backward pass,
-and gradients.
+"""Bytes of a training step in units of the model. M = 2 bytes x elements x (n - 1) / n is the bytes per rank of one
+gather of all 16-bit parameters over n ranks. Plain ZeRO-3 sends 3 M per micro-batch: parameters for the forward and for
+the backward pass, and gradients.
 """
 
 from __future__ import annotations
@@ -11,18 +11,18 @@ from typing import Any
 from ds_zipccl.cli.step_logs import EXPERTS, Step
 from ds_zipccl.telemetry import counters
 
-#: First step that counts: the gathers of the first one have no base yet, and its line has the traffic before training.
+#: First step that counts. The gathers of step 1 have no base, and its log line includes the traffic before training.
 SECOND = 2
 GATHERS, GRADIENTS = "zero_param", "zero_grad"
 
 
 def unit_bytes(elements: int, ranks: int) -> float:
-    """Bytes of M for a model of ``elements`` 16-bit words."""
+    """Return M in bytes for a model of ``elements`` 16-bit parameters."""
     return 2 * elements * (ranks - 1) / ranks
 
 
 def gathered(steps: Sequence[Step]) -> tuple[int, int]:
-    """Logical bytes of the gathers of parameters from the second step on, and bytes sent for them."""
+    """Return logical and sent bytes of the gathers of parameters from the second step on."""
     counts = [step.sent[GATHERS] for step in steps if step.step >= SECOND and GATHERS in step.sent]
     return (
         sum(logical + passed for logical, _, passed in counts),
@@ -31,8 +31,8 @@ def gathered(steps: Sequence[Step]) -> tuple[int, int]:
 
 
 def series(steps: Sequence[Step], unit: float) -> dict[str, list[float]]:
-    """From the second step on, in units: ``plain_m`` (logical bytes of all roles), ``sent_m`` (bytes sent), and of these ``gather_m`` and
-    ``grad_m``; ``lr`` is the rate of the first parameter group."""
+    """Return values per step from the second step on. In units of ``unit``: ``plain_m`` (logical bytes of all roles),
+    ``sent_m`` (sent bytes), ``gather_m`` and ``grad_m`` (parts of these). ``lr``: rate of the first parameter group."""
     later = [step for step in steps if step.step >= SECOND]
 
     def sent(step: Step, *roles: str) -> float:
@@ -50,8 +50,8 @@ def series(steps: Sequence[Step], unit: float) -> dict[str, list[float]]:
 
 
 def experts(steps: Sequence[Step]) -> dict[str, Any]:
-    """The exchanges of experts from the second step on: ``share``, their part of the logical bytes of all roles, and ``ratios``, of all of
-    them ("ep") and by kind; {} without such exchanges."""
+    """Return figures of the exchanges of experts from the second step on: ``share`` of the logical bytes of all roles,
+    and ``ratios`` of all exchanges ("ep") and by kind; {} without exchanges."""
     sums: dict[str, list[int]] = {}
     for step in steps:
         for part, counts in step.parts().items() if step.step >= SECOND else ():

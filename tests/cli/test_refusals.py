@@ -141,7 +141,7 @@ REFUSED: dict[str, list[tuple[str, str]]] = {
     "bench comm": [("--ranks 1", "at least 2"), ("--op nosuch", "all_gather")],
     "bench train": [
         *((f"--set {bad}", bad.split("=")[0]) for bad in ("zero3_base=disk", "zero3", "mode=never", "delta")),
-        ("--workload zero3 moe --variants zeropp", "zeropp is of ZeRO-3: leave it out with --workload moe"),
+        ("--workload zero3 moe --variants zeropp", "zeropp needs ZeRO-3: leave it out with --workload moe"),
         ("--variants plain code", "'code' is no variant"),
     ],
 }  # fmt: skip
