@@ -28,7 +28,8 @@ from places import PYTHONPATH
 _ENVIRONMENT = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
 #: Seconds that the other ranks have to fail too, once one has failed.
 GRACE = 2.0
-_PRELOAD = ["numpy", "torch", "torch.distributed", "torch.testing", "pytest", "ds_zipccl.comm"]
+#: Imported once by the fork server of a worker. FSDP2 and optimizers of torch import the compiler, for a second in each rank.
+_PRELOAD = ["torch._dynamo", "torch.distributed.checkpoint.state_dict", "torch.testing", "pytest", "ds_zipccl.comm"]
 
 
 _Case = TypeVar("_Case", bound=Callable[..., Any])
