@@ -2,33 +2,18 @@
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 import json
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 from places import ROOT
 
-
-def _load(path: Path) -> ModuleType:
-    sys.path.insert(0, str(path.parent))
-    try:
-        spec = importlib.util.spec_from_file_location(f"loaded_{path.stem}", path)
-        assert spec is not None and spec.loader is not None
-        module = importlib.util.module_from_spec(spec)
-        sys.modules[spec.name] = module  # dataclasses look their module up
-        spec.loader.exec_module(module)
-        return module
-    finally:
-        sys.path.pop(0)
-
-
-matrix = _load(ROOT / "release" / "matrix.py")
-pages = _load(ROOT / "docs" / "release_tables.py")
+sys.path += [str(ROOT / "release"), str(ROOT / "docs")]  # behind tests/gpu, which has a wheels.py too
+matrix, pages = (importlib.import_module(name) for name in ("matrix", "release_tables"))
 ROW = matrix.Row("3.11", "2.13.0", "0.18.0")
 VERSIONS = {"python": "3.11.7", "torch": "2.13.0+cpu", "deepspeed": "0.18.0", "numpy": "2.4.6"}
 #: What a healthy environment tells.

@@ -60,18 +60,12 @@ class Work(dist.Work):
         # ProcessGroupNCCL's watchdog keeps the tensors of a handle that nobody waits for until it has seen the operation end: whoever
         # gets their memory comes after the operation.
         record = self._end._record
-        if not self._keep or self._gpu.machine.closed or record is None:
-            return
-        gpu, keep = self._gpu, [self._keep]
-
-        def release() -> None:
-            gpu.seen(record.clock)
-            keep.clear()
-
-        if record.op is None or record.done:
-            release()
-        else:
-            record.op.after.append(release)
+        if self._keep and record is not None and not self._gpu.machine.closed:
+            gpu, keep = self._gpu, [self._keep]
+            if record.op is None or record.done:
+                gpu.seen(record.clock)
+            else:
+                record.op.after += [lambda: gpu.seen(record.clock), keep.clear]
 
 
 class Group(dist.ProcessGroup):
