@@ -220,7 +220,9 @@ def _ask(untouched: bool, request: dict[str, Any]) -> list[int]:
 def _serve() -> None:
     """Start the ranks of each request on stdin, and answer with their statuses. Returns in a rank only."""
     import deepspeed  # noqa: F401
+    import pytest  # noqa: F401
     import torch._dynamo  # noqa: F401  (else the first optimizer of every rank imports it, disabled or not)
+    from torch.utils import cpp_extension  # noqa: F401  (else the builders of DeepSpeed import the same compilers)
 
     _rest_before_the_end()
     for line in iter(sys.stdin.readline, ""):
