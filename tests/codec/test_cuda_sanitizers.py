@@ -41,7 +41,7 @@ def test_the_emulated_tests_are_clean(environment: dict[str, str]) -> None:
 
 def trial() -> None:
     """Every kind of kernel once, on tensors without room around them."""
-    route = CudaBackend(emulation.launcher(_planted()), "cpu")
+    route = CudaBackend(emulation.launcher(*_planted()), "cpu")
     tensor = words(torch.bfloat16, 3001)
     memory = torch.empty(3002, dtype=torch.bfloat16)
     memory[1:] = tensor
@@ -59,11 +59,11 @@ def trial() -> None:
     assert torch.equal(out, tensor.repeat(3))
 
 
-def _planted() -> dict[str, tuple[tuple[str, str], ...]]:
+def _planted() -> tuple[dict[str, tuple[tuple[str, str], ...]], int]:
     if not (mistake := os.environ.get("PLANTED")):
-        return {}
+        return {}, emulation.EVERY_PART  # the library of the tests above
     file, good, bad, _ = MISTAKES[mistake]
-    return {file: ((good, bad),)}
+    return {file: ((good, bad),)}, emulation.BF16 | emulation.HASH
 
 
 #: A file, its text, the mistake, and words of the report that the mistake must cause.
