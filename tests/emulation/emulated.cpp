@@ -23,7 +23,7 @@ namespace emulation {
 namespace {
 
 constexpr uint32_t kThreads = zipccl::kThreads, kWarps = kThreads / kLanes;
-constexpr uint64_t kStack = 256 << 10;
+constexpr uint64_t kStack = (256 << 10) + 576;  // not a power of two: the ends of all stacks would have the same few lines of the cache
 constexpr uint32_t kResident = 3;  // most blocks that run at a time: the others wait until one of these ends
 
 struct Block;

@@ -17,7 +17,6 @@ pytest.importorskip("deepspeed")
 #: CPU seconds of both ranks that a coded job may need more, with warm caches of byte code and kernels. Medians were 0.6 to 1.2 on a free
 #: machine and up to 1.8 on a busy one, which also costs CPU time; the bound finds what costs seconds, and the printed figure the rest.
 MORE = 3.0
-PAIRS = 3
 
 JOB = """
 import hashlib, sys, torch, deepspeed, torch.distributed as dist
@@ -68,13 +67,14 @@ def job(folder: Path, ds_zipccl: str = "") -> tuple[str, float]:
 @pytest.mark.flaky(reruns=1)
 @pytest.mark.full(reason="a minute")
 def test_cpu_time_of_a_start(tmp_path: Path) -> None:
-    """Plain and coded jobs by turns, after one of each that fills the caches; the median of the differences. No job imports numba, which
-    takes half a CPU second: kernels that a job does not use are not loaded, not even to say so in the start-up line."""
-    differences = []
-    for pair in range(PAIRS + 1):
+    """Plain and coded jobs by turns, after a coded one that fills the caches of both; the median of three differences, which two decide if
+    they agree. No job imports numba, which takes half a CPU second: kernels that a job does not use are not loaded, not even to say so in
+    the start-up line."""
+    job(tmp_path)
+    differences: list[float] = []
+    while len(differences) < 2 or (len(differences) < 3 and len({more <= MORE for more in differences}) > 1):
         (one, plain), (other, coded) = job(tmp_path, "0"), job(tmp_path)
         assert one == other and len(other.split()) == 2, "bits, or a module"
-        if pair:
-            differences.append(coded - plain)
+        differences.append(coded - plain)
     print(f"torch {torch.__version__}: {', '.join(f'{more:.2f}' for more in differences)} CPU s more")
     assert statistics.median(differences) <= MORE, differences
