@@ -218,8 +218,12 @@ def steps(page: Path) -> str:
     head = (
         "network", "ZeRO-3 plain", "ZeRO-3 coded", "speed-up", "ZeRO-2 plain", "owners", "ZeRO-2 coded", "speed-up"
     )  # fmt: skip
-    commands = "\n".join(f"{PROGRAM} {_STEP.format(stage=stage, more=words)}" for stage, words in ((3, ""), (2, _MORE)))
-    return f"{about}\n\n{table(head, rows)}\n\n```sh\n{commands}\n```"
+    return f"{about}\n\n{table(head, rows)}\n\n{_commands()}"
+
+
+def _commands() -> str:
+    found = (f"{PROGRAM} {_STEP.format(stage=stage, more=words)}\n" for stage, words in ((3, ""), (2, _MORE)))
+    return f"```sh\n{''.join(found)}```"
 
 
 def clusters(page: Path) -> str:
@@ -313,7 +317,8 @@ def forecast(page: Path) -> str:
     for name, shown in _SHOWN.items():
         gains = [found[name, "plain"] / found[name, "coded"] for found in (three, two)]
         rows.append((shown, *(f"{gain:.2f}" for gain in gains)))
-    return table(("network of a node (model)", "ZeRO-3", "ZeRO-2, `round_robin_gradients`"), rows)
+    head = ("network of a node (model)", "ZeRO-3", "ZeRO-2, `round_robin_gradients`")
+    return f"{table(head, rows)}\n\n{_commands()}"
 
 
 def jobs() -> list[tuple[str, ...]]:
@@ -327,6 +332,6 @@ def jobs() -> list[tuple[str, ...]]:
         (answer,) = _plan(words)["answers"]
         found = re.search(r"with the default config [^(]*\(([\d.]+) times less\)", answer)
         assert found, answer
-        gain = f"{found[1]} of communication (a model)"
+        gain = f"{found[1]} of communication (predicted by a model)"
         rows.append((f"{what}, ZeRO-3, NCCL, 2 nodes of 8 GPUs", f"{rate} a node", "-", "-", gain, "-"))
     return rows
