@@ -54,6 +54,7 @@ def main() -> None:
     accelerator.unwrap_model(model).save_pretrained(
         options.out, is_main_process=accelerator.is_main_process, state_dict=weights
     )
+    accelerator.wait_for_everyone()  # Python must not end while gloo drops a tensor of the last gather
     accelerator.end_training()
 
 

@@ -61,6 +61,7 @@ def main() -> None:
         engine.backward(loss)
         engine.step()
         print(f"rank {dist.get_rank()} step {step} loss {loss.item():.9g}", flush=True)
+    dist.barrier()  # Python must not end while gloo drops a tensor of the last collective
     dist.destroy_process_group()
 
 

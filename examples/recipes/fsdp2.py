@@ -76,6 +76,7 @@ def main() -> None:
     weights = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
     if options.out and dist.get_rank() == 0:
         torch.save(weights, options.out)
+    dist.barrier()  # Python must not end while gloo drops a tensor of the last collective
     dist.destroy_process_group()
 
 

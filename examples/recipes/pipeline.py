@@ -69,6 +69,7 @@ def main() -> None:
     for step in range(options.steps):
         loss = engine.train_batch(stream)
         print(f"rank {dist.get_rank()} step {step} loss {loss.item():.9g}", flush=True)
+    dist.barrier()  # Python must not end while gloo drops a tensor of the last collective
     dist.destroy_process_group()
 
 
