@@ -66,7 +66,7 @@ class Model:
         return found
 
     def __str__(self) -> str:
-        experts = f", {self.experts[0]} experts as if every rank held all, without exchanges" if self.sparse else ""
+        experts = f", {self.experts[0]} experts, all on every rank, {self.active:.4g} active" if self.sparse else ""
         return f"{self.kind}, {self.layers} layers of width {self.hidden:,}, {self.params:.4g} parameters{experts}"
 
 
