@@ -221,7 +221,7 @@ def test_floors() -> None:
     assert not floors.missed(compared) and not any("1 MiB" in one["floor"] for one in compared), (
         "sizes that were not asked for"
     )
-    assert line == "cascade / nvCOMP ANS, encode: 2, wanted is at least 3"
+    assert line == "cascade / nvCOMP ANS, encode: 2, wanted at least 3"
     assert floors.missed(floors.compare(rows[:-1], "NVIDIA H200", FAST)) == [
         f"cascade {way}, misaligned words / aligned words: not measured, wanted is at least 0.5"
         for way in ("encode", "decode")
