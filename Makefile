@@ -21,7 +21,7 @@ unexport PYTHONDONTWRITEBYTECODE
 export DS_ACCELERATOR = cpu
 export PYTHONWARNINGS = ignore::FutureWarning
 
-.PHONY: demo test test-all corpus doctor-check fuzz soak soak-sim gpu gpu-wheels cuda-static simai cpu-instructions wheels matrix results dockerfile mutants size lint clean
+.PHONY: demo test test-all corpus step-logs doctor-check fuzz soak soak-sim gpu gpu-wheels cuda-static simai cpu-instructions wheels matrix results dockerfile mutants size lint clean
 
 # torch first and pinned: with it in place nothing else pulls another build. DS_BUILD_OPS=0: DeepSpeed compiles nothing at install.
 $(VENV)/ready: setup.py pyproject.toml
@@ -50,6 +50,15 @@ endif
 # Tensors of a real training step, for `bench codec --corpus`; about half a minute.
 corpus: $(VENV)/ready
 	$(BIN)/python examples/make_corpus.py --out out/corpus.safetensors
+
+# Logs of three trainings, for `steps`: a decaying learning rate, that of fine-tuning, and ZeRO-3 with a base. Some minutes.
+LOGGED = DS_ZIPCCL='{"enabled": true, "mode": "always", "zero3_base": "host", "step_log": "out/steps/$(1).jsonl"}' \
+    $(BIN)/python examples/train_gpt.py --steps 200 --ds-config examples/ds_config_$(firstword $(subst _, ,$(1))).json
+step-logs: $(VENV)/ready
+	rm -rf out/steps && mkdir -p out/steps
+	$(call LOGGED,zero2_cosine) --lr 3e-4 --schedule cosine
+	$(call LOGGED,zero2_finetune) --lr 2e-5
+	$(call LOGGED,zero3_cosine) --lr 3e-4 --schedule cosine
 
 # As root, on a quiet machine: predictions of `doctor` beside trainings of three ZeRO stages over three links; fails beyond 20%.
 doctor-check: $(VENV)/ready

@@ -13,6 +13,7 @@ import importlib
 import json
 import re
 import sys
+import textwrap
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
@@ -31,9 +32,10 @@ import trained
 from measured import ROOT, table
 
 from ds_zipccl.__main__ import COMMANDS, PROGRAM
+from ds_zipccl.comm.device.choice import Settled
 from ds_zipccl.config import DEFAULT, ENVIRONMENT, KEYS, ZipcclConfig
 from ds_zipccl.frame import CHUNK_BLOCKS
-from ds_zipccl.integration import bypassed
+from ds_zipccl.integration import bypassed, start_line
 from ds_zipccl.kernels.cuda import waves
 from ds_zipccl.ops import OPS
 from ds_zipccl.policy import admission, cost_model, trial
@@ -335,6 +337,20 @@ def device_fill(page: Path) -> str:
     return table(head, rows)
 
 
+def start_of_nccl(page: Path) -> str:
+    """The start-up line of a job whose groups are NCCL's. The speeds are seeds of the model."""
+    profile = cost_model.DeviceProfile(network=100e9 / 8 * cost_model.RDMA_REACH)
+    settled = Settled("cuda", cost_model.Topology(2, 8), profile, None, "plain", 8e6, compared=True)
+    config = replace(ON, nccl="auto")
+    covered = start_line.describe([start_line.Group(16, {"cuda": "nccl"}, nodes=2)], "cuda", config, settled)
+    tried, start_line.kernels.tried = start_line.kernels.tried, lambda device: {"native": ""}
+    try:
+        line = start_line.start_line(config, None, covered, [list(range(8)), list(range(8, 16))], settled)
+    finally:
+        start_line.kernels.tried = tried
+    return "```text\n" + textwrap.fill(line, 120) + "\n```"
+
+
 def jobs(page: Path) -> str:
     """The README's table of jobs: those that were trained, and nodes with GPUs by the model."""
     return trained.jobs([measured.job_on_nccl(), *modelled.jobs()])
@@ -343,6 +359,7 @@ def jobs(page: Path) -> str:
 Section = Callable[[Path], str]
 SECTIONS: dict[str, Section] = {
     "bypassed": bypassed_features,
+    "start_of_nccl": start_of_nccl,
     "commands": commands,
     "config": config,
     "device_fill": device_fill,
