@@ -16,7 +16,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_typ
 
 from ds_zipccl import role_settings
 from ds_zipccl.lossy import LossyCodec
-from ds_zipccl.role_settings import RoleSettings
+from ds_zipccl.role_settings import RoleSettings, hint
 
 SECTION = "zipccl"
 
@@ -152,9 +152,7 @@ class ZipcclConfig:
         "through.",
     ] = "auto"
     nccl_min_bytes: Annotated[
-        int,
-        Within(0, _BYTES),
-        "On NCCL groups, messages smaller than this many bytes pass through.",
+        int, Within(0, _BYTES), "On NCCL groups, messages smaller than this many bytes pass through."
     ] = 4194304
     staging_mib: Annotated[
         int,
@@ -197,9 +195,7 @@ class ZipcclConfig:
     ] = ""
 
     def __post_init__(self) -> None:
-        problems = _problems(vars(self))
-        if problems:
-            raise ConfigError("\n".join(problems))
+        _check(vars(self))
         for name, value in vars(self).items():  # a copy too: the caller may change its own dict
             object.__setattr__(self, name, json.loads(json.dumps(value)))
 
@@ -250,9 +246,8 @@ class Key:
 
     def values(self) -> str:
         """Return the values that the key takes, as text."""
-        if self.bounds is None:
-            return _values(self.type)
-        return f"an integer >= {self.bounds.least} and <= {self.bounds.most}"
+        at = self.bounds
+        return _values(self.type) if at is None else f"an integer >= {at.least} and <= {at.most}"
 
 
 #: Origins of ``a | b``, by version of Python and kind of ``a``.
@@ -297,26 +292,33 @@ def _keys() -> Iterator[tuple[str, Key]]:
 KEYS = dict(_keys())
 
 
-def _problems(section: Mapping[Any, Any]) -> list[str]:
-    """Return a line for every wrong key of a section, and of the objects in its roles, sorted."""
+def _check(section: Mapping[Any, Any]) -> None:
+    """Raise ConfigError with a line for every wrong key of a section, and of the objects in its roles, sorted."""
     wrong = [key for key, value in section.items() if key not in KEYS or not KEYS[key].takes(value)]
-    lines = [_described(key, section[key]) for key in wrong]
+    lines = [line for key in wrong for line in _described(key, section[key])]
     if "roles" in section and not {"roles", "lossy", "mode"} & set(wrong):
         mode, lossy = section.get("mode", KEYS["mode"].default), section.get("lossy") is True
         lines += role_settings.problems(f"{SECTION}.roles", section["roles"], lossy, mode)
-    return sorted(lines)
+    if lines:
+        raise ConfigError("\n".join(sorted(lines)))
 
 
-def _described(key: Any, value: Any) -> str:
-    """Return one line for a wrong key."""
+def _described(key: Any, value: Any) -> Iterator[str]:
+    """Yield a line for a wrong key, or for every wrong role in it."""
+    place = f"{SECTION}.{key}"
     if key not in KEYS:
-        return (
-            f'"{SECTION}.{key}" is not a known key{role_settings.hint(key, tuple(KEYS))}; known keys: {", ".join(KEYS)}'
-        )
-    if isinstance(value, str) and (key, value) in RENAMED_VALUES:
-        new = RENAMED_VALUES[key, value]
-        return f'"{SECTION}.{key}" is now "{new}", it was "{value}"; write "{new}"'
-    return f'"{SECTION}.{key}" must be {KEYS[key].values()}, got {json.dumps(value, default=repr)}'
+        yield f'"{place}" is not a known key{hint(key, tuple(KEYS))}; known keys: {", ".join(KEYS)}'
+    elif isinstance(value, str) and (new := RENAMED_VALUES.get((key, value))):
+        yield f'"{place}" is now "{new}", it was "{value}"; write "{new}"'
+    elif key == "roles" and isinstance(value, dict):
+        wanted = get_args(KEYS[key].type)[1]
+        for role, one in value.items():
+            if role not in ROLES:
+                yield f'"{place}" has the unknown role "{role}"{hint(role, ROLES)}; name one of {", ".join(ROLES)}'
+            elif not _is_a(wanted, one):
+                yield f'"{place}.{role}" must be {_values(wanted)}, got {json.dumps(one, default=repr)}'
+    else:
+        yield f'"{place}" must be {KEYS[key].values()}, got {json.dumps(value, default=repr)}'
 
 
 #: The config of calls of :mod:`ds_zipccl.comm` that name none.
@@ -331,9 +333,7 @@ def parse_section(section: Any) -> ZipcclConfig:
     """
     if not isinstance(section, Mapping):
         raise ConfigError(f'"{SECTION}" must be an object such as {{"enabled": true}}, got {section!r}')
-    problems = _problems(section)
-    if problems:
-        raise ConfigError("\n".join(problems))
+    _check(section)
     return ZipcclConfig(**section)
 
 

@@ -190,5 +190,5 @@ def _modes() -> str:
 
 def hint(got: Any, known: tuple[str, ...]) -> str:
     """Return a guess at the name that was meant, "" without one."""
-    close = difflib.get_close_matches(str(got), known, n=1)
+    close = difflib.get_close_matches(str(got).lower(), known, n=1)
     return f' (did you mean "{close[0]}"?)' if close else ""

@@ -20,7 +20,8 @@ the wire. Peers take and return bytes. The copy of their input and the check of 
 ``--codec delta`` codes words against a base. It takes the data sets that have a base, and has these further columns:
 
 * ``changed``: share of the words that differ from their base. ``bound``: ratio of a code that knows only how often each
-  difference occurs. A code that uses the exponents of the base beats this bound where the differences depend on them.
+  difference occurs; "-" in the table and null in ``--json`` where it is infinite, as all differences are equal. A code
+  that uses the exponents of the base beats this bound where the differences depend on them.
 * ``in_place_gbps``, ``in_place_memcpy``: decoding into the memory of the base, as collectives do.
 * ``--peers``: ``xor_zstd1`` is zstd level 1 of words XOR base, ``pairs`` the index (u32) and word of each change.
 

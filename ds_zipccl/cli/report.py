@@ -2,7 +2,7 @@
 
 A section that fails shows the reason in its place, and the rest is printed. The exit status is 1 and the last line says so if no CPU
 route works, if there is a CUDA device and no CUDA route works, if a route for a device named by ``--require`` does not work, or if that
-named by ``--route`` does not. Every route is tried: the first report may build the native ones, which takes a while. Rows in ``--json``:
+named by ``--route`` does not. Every route is tried, and named on stderr: the first report may build the native ones. Rows in ``--json``:
 ``device``, ``route``, ``usable``, ``reason``; in addition one key per section.
 
 ``--bundle`` writes one zip file to attach to a bug report: the report with the self-tests of the kernels, the words around mistakes that
@@ -69,7 +69,6 @@ def main(args: argparse.Namespace) -> int:
         raise ToolError(f"--attach {absent[0]}: no such file")
     if args.attach and not args.bundle:
         raise ToolError("--attach is for --bundle: name the zip file to write")
-    tables.complain("# trying every route; the first time this builds them")
     sections = SECTIONS | {"routes": functools.partial(routes, args.route)}
     found = {name: attempt(section) for name, section in sections.items()}
     for name, lines in {"versions": tables.versions(), **found}.items():
@@ -193,8 +192,11 @@ def routes(only: str | None = None) -> Mapping[str, str]:
     """Whether each route works here; ``only``: the routes of that name."""
     from ds_zipccl import kernels
 
-    tried = ((device, *pair) for device in kernels.ROUTES for pair in kernels.why(device, only).items())
-    found = {f"{device} {name}": reason or USABLE for device, name, reason in tried}
+    found: dict[str, str] = {}
+    wanted = [(device, name) for device, names in kernels.ROUTES.items() for name in names if only in (None, name)]
+    for number, (device, name) in enumerate(wanted, 1):
+        tables.complain(f"# trying {device} {name}, {number} of {len(wanted)}; the first time takes minutes")
+        found[f"{device} {name}"] = kernels.why(device, name)[name] or USABLE
     if only == "cupy" and "cuda" not in _devices():
         found["cuda cupy"] = _told(_compiled)
     return found
@@ -227,7 +229,7 @@ def activation() -> Mapping[str, str]:
         state = f"installed, but {AUTOLOAD_SWITCH}=0 turns it off"
     else:
         state = f"installed: {entries[0].value}"
-    here = {"DS_ZIPCCL means": _section(), "on groups that DeepSpeed makes here": _told(_coverage)}
+    here = {"DS_ZIPCCL means": _told(_section), "on groups that DeepSpeed makes here": _told(_coverage)}
     return {f"entry point in {ENTRY_GROUP}": state, **here}
 
 
@@ -246,12 +248,7 @@ def _of_environment() -> tuple[dict[str, Any] | None, ZipcclConfig]:
 
 
 def _section() -> str:
-    from ds_zipccl.config import ConfigError
-
-    try:
-        section, _ = _of_environment()
-    except ConfigError as error:
-        return f"invalid: {error}"
+    section, _ = _of_environment()
     return "nothing, the config file decides" if section is None else str(section)
 
 

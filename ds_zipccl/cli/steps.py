@@ -44,7 +44,7 @@ def main(args: argparse.Namespace) -> int:
     logs = {path: read(path, args.from_step) for path in args.files}
     columns = (Column("file", width=max(map(len, logs))), Column("role", width=15), Column("steps", ",d", 7))
     every = (row for path, steps in logs.items() for row in rows(path, steps))
-    found = tables.show((*columns, *tables.alike(_RATIOS, ".3f", 7)), every)
+    found = tables.show((*columns, *tables.alike(_RATIOS, "ratio", 8)), every)
     counted = {path: (Counter(step.differences) for step in steps) for path, steps in logs.items()}
     reasons = {path: dict(sum(counts, Counter())) for path, counts in counted.items()}
     for path, counts in reasons.items():

@@ -19,6 +19,7 @@ from tqdm import tqdm
 
 import ds_zipccl
 from ds_zipccl.cli import ToolError
+from ds_zipccl.telemetry.counters import ratio_text
 
 T = TypeVar("T")
 
@@ -28,7 +29,7 @@ PACKAGES = ("torch", "deepspeed", "numpy", "numba", "safetensors")
 
 @dataclass(frozen=True)
 class Column:
-    """One column: ``key`` of the row, ``style`` as in ``format()``, least ``width``. Text is aligned left, figures right."""
+    """One column: ``key`` of the row, ``style`` as in ``format()``, or "ratio", least ``width``. Text is aligned left, figures right."""
 
     key: str
     style: str = ""
@@ -37,7 +38,7 @@ class Column:
     def text(self, value: Any) -> str:
         if isinstance(value, Mapping):
             return " ".join(f"{key}:{count}" for key, count in value.items()) or "-"
-        return "-" if value is None else format(value, self.style)
+        return "-" if value is None else ratio_text(value) if self.style == "ratio" else format(value, self.style)
 
     def align(self, text: str) -> str:
         width = max(self.width, len(self.key))

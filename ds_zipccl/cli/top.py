@@ -22,7 +22,8 @@ from ds_zipccl.cli.step_logs import Malformed, Step, parse
 from ds_zipccl.cli.tables import Column
 from ds_zipccl.telemetry import counters
 
-COLUMNS = (Column("role", width=15), *tables.alike("ratio now gbps", ".3f", 8), Column("mb_step", ",.2f", 10))
+RATIOS = tables.alike("ratio now", "ratio", 8)
+COLUMNS = (Column("role", width=15), *RATIOS, Column("gbps", ".3f", 8), Column("mb_step", ",.2f", 10))
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

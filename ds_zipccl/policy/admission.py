@@ -14,6 +14,7 @@ from ds_zipccl.frame import DTYPE_IDS
 from ds_zipccl.lossy import LossyCodec, Round
 from ds_zipccl.ops import OPS
 from ds_zipccl.policy import wire
+from ds_zipccl.role_settings import hint
 
 #: Reductions that our schedules compute (admission: other reductions are not sums of decompressed frames).
 CODED_REDUCE_OPS = ("SUM", "AVG")
@@ -351,7 +352,9 @@ def admit(message: Message, config: ZipcclConfig) -> Decision:
         ValueError: the role is not one of :data:`ds_zipccl.config.ROLES`.
     """
     if message.role not in ROLES:
-        raise ValueError(f"role {message.role!r} of {message.op} is unknown; roles are {', '.join(ROLES)}")
+        raise ValueError(
+            f"role {message.role!r} of {message.op} is unknown{hint(message.role, ROLES)}; name one of {', '.join(ROLES)}"
+        )
     reason = next(filter(None, (rule(message, config) for rule in RULES)), "")
     if reason:
         return Decision(False, "", reason)

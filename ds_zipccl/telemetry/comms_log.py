@@ -54,7 +54,7 @@ def summary() -> Mapping[str, Coded]:
 def render() -> str:
     """Return the rows of :func:`summary` in the form of DeepSpeed's table; "" where there are none."""
     rows = [
-        f"{op}\n{' ': <20}{row['count']: <20}{row['logical_bytes']: <20}{row['wire_bytes']: <20}{row['ratio']: <20.3f}"
+        f"{op}\n{' ': <20}{row['count']: <20}{row['logical_bytes']: <20}{row['wire_bytes']: <20}{counters.ratio_text(row['ratio']): <20}"
         f"{row['passed_count']: <20}{row['passed_bytes']: <20}"
         for op, row in summary().items()
     ]

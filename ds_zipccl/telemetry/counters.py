@@ -304,6 +304,11 @@ def ratio(logical_bytes: int, wire_bytes: int, passed_bytes: int = 0) -> float:
     return (logical_bytes + passed_bytes) / max(1, sent) if sent or logical_bytes else 1.0
 
 
+def ratio_text(ratio: float) -> str:
+    """Return a ratio as tables show it. Beyond 9999 copies of bases have replaced nearly all messages, and digits say nothing more."""
+    return f"{ratio:.3f}" if ratio <= 9999 else ">9999"
+
+
 def rows() -> list[Row]:
     """Return one row per (role, op, kind), sorted. A snapshot: later calls do not change it."""
     _count_late()

@@ -16,12 +16,9 @@ def figures(reader: str) -> dict[str, float]:
     if (seconds := counters.seconds_saved()) is not None:
         values["seconds_saved"] = seconds
     found = counters.since_last(reader)
-    for role, sent in found["roles"].items():
-        values[f"{role}/ratio"] = sent["ratio"]
-    for role, error in found["errors"].items():
-        values[f"{role}/error"] = error
-    for role, facts in found["feedback"].items():
-        values |= {f"{role}/{name}": fact for name, fact in facts.items()}
+    values |= {f"{role}/ratio": sent["ratio"] for role, sent in found["roles"].items()}
+    values |= {f"{role}/error": error for role, error in found["errors"].items()}
+    values |= {f"{role}/{name}": fact for role, facts in found["feedback"].items() for name, fact in facts.items()}
     return {name: float(value) for name, value in values.items()}
 
 

@@ -52,7 +52,6 @@ class StepLog:
         if self._file is None:
             return
         found = counters.since_last("step_log")
-        differences = {reason or AS_DIFFERENCES: count for reason, count in found["differences"].items()}
         errors = {role: {"error": error, **found["feedback"].get(role, {})} for role, error in found["errors"].items()}
         line = {
             "step": step,
@@ -61,7 +60,7 @@ class StepLog:
             **({} if (seconds := counters.seconds_saved()) is None else {"seconds_saved": seconds}),
             "roles": {role: {**sent, **errors.get(role, {})} for role, sent in found["roles"].items()},
             "kinds": found["kinds"],
-            "differences": differences,
+            "differences": {reason or AS_DIFFERENCES: count for reason, count in found["differences"].items()},
         }
         try:
             self._write(f"{json.dumps(line)}\n".encode())

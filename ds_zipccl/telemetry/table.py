@@ -40,8 +40,8 @@ def render() -> str:
 
 
 def show(when: str) -> None:
-    """Print the table of rank 0 with the time of its counts, such as "at the end"; nothing if nothing was counted."""
-    if counters.rows():
+    """Print the table of rank 0 with the time of its counts, such as "at the end"; nothing where none grew since the table before."""
+    if counters.grown("table"):
         print(f"[ds_zipccl] traffic of rank 0 {when}\n{render()}\n[ds_zipccl] {time_saved()}", flush=True)
 
 
@@ -70,11 +70,10 @@ def _aligned(cells: Sequence[Sequence[str]]) -> list[str]:
 def _cells(row: Row) -> tuple[str, ...]:
     """Return the cells of one row, in the order of the header."""
     why = ", ".join(f"{reason} ({count})" for reason, count in sorted(row["reasons"].items()))
-    calls, logical, wire, ratio = _amounts(row["calls"], row["logical_bytes"], row["wire_bytes"], row["ratio"])
+    *amounts, ratio = _amounts(row["calls"], row["logical_bytes"], row["wire_bytes"], row["ratio"])
     if row["wire_bytes"] and not row["logical_bytes"]:
         ratio = "-"  # messages in addition to the plain ones
-    amounts = (calls, logical, wire, ratio)
-    return (row["role"], _call(row), *amounts, str(row["passed"]), f"{row['passed_bytes'] / 1e6:.2f}", why)
+    return (row["role"], _call(row), *amounts, ratio, str(row["passed"]), f"{row['passed_bytes'] / 1e6:.2f}", why)
 
 
 def _call(row: Row) -> str:
@@ -83,7 +82,7 @@ def _call(row: Row) -> str:
 
 
 def _amounts(calls: int, logical_bytes: int, wire_bytes: int, ratio: float) -> tuple[str, str, str, str]:
-    return str(calls), f"{logical_bytes / 1e6:.2f}", f"{wire_bytes / 1e6:.2f}", f"{ratio:.3f}"
+    return str(calls), f"{logical_bytes / 1e6:.2f}", f"{wire_bytes / 1e6:.2f}", counters.ratio_text(ratio)
 
 
 #: Reasons why a frame went exact that a line has in any case.

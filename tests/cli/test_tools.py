@@ -23,6 +23,7 @@ from ds_zipccl.benchmarks.codec import trial as codec_trial
 from ds_zipccl.benchmarks.comm import cases
 from ds_zipccl.benchmarks.comm import trial as comm_trial
 from ds_zipccl.benchmarks.exponents import Fields
+from ds_zipccl.cli import report
 from ds_zipccl.comm import shadow_check
 from ds_zipccl.frame import FrameError, FrameErrorCode
 from ds_zipccl.kernels import build
@@ -271,6 +272,14 @@ def test_report_here(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
         assert text in printed
 
 
+def test_routes_are_named_first(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(kernels, "ROUTES", {"cpu": {"native": WORKS}, "cuda": {"cupy": FAILS}})
+    monkeypatch.setattr(kernels, "why", lambda _, name: {name: said.append(capsys.readouterr().err[:27]) or ""})
+    report.routes()
+    assert said == ["# trying cpu native, 1 of 2", "# trying cuda cupy, 2 of 2;"]
+
+
 def test_a_bundle_for_a_bug_report(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -285,9 +294,8 @@ def test_a_bundle_for_a_bug_report(
         assert found.namelist() == ["report.json", "0-zipccl_mismatch_3.npz", "1-ds_config.json"]
         assert found.read("0-zipccl_mismatch_3.npz") == b"words"
         content = json.loads(found.read("report.json"))
-    assert (
-        content["kernels"]["cpu native"].startswith("proven by") and content["versions"]["torch"] and content["routes"]
-    )
+    assert content["kernels"]["cpu native"].startswith("proven by")
+    assert content["versions"]["torch"] and content["routes"]
     assert f"bundle: {bundle}, with report.json" in capsys.readouterr().out
     assert_refused(["report", "--bundle", str(bundle), "--attach", "missing"], "--attach missing: no such file", capsys)
     assert_refused(["report", "--attach", str(config)], "--attach is for --bundle", capsys)
@@ -308,7 +316,7 @@ sys.exit(main(["report"]))
     assert result.stdout.splitlines()[-1].startswith("no route for CPU tensors works here"), result.stdout
     assert "no C++ compiler (/nonexistent/c++" in result.stdout
     assert "import of numba halted" in result.stdout
-    assert "invalid: DS_ZIPCCL must be 0, 1 or the section as a JSON object, got '{'" in result.stdout
+    assert "ConfigError: DS_ZIPCCL must be 0, 1 or the section as a JSON object, got '{'" in result.stdout
     assert "usable\n" not in result.stdout.partition("routes\n")[2].partition("builders\n")[0]
 
 
@@ -317,9 +325,7 @@ Loaders = tuple[object, ...]
 GONE = build.BuildError("no CuPy (gone); pip install cupy-cuda13x")
 
 
-def load(
-    monkeypatch: pytest.MonkeyPatch, cpu: tuple[object, ...], cuda: tuple[object, ...], device: bool = False
-) -> None:
+def load(monkeypatch: pytest.MonkeyPatch, cpu: Loaders, cuda: Loaders, device: bool = False) -> None:
     """Let the routes for CPU and CUDA tensors have these loaders, and let there be a GPU or not."""
     table = {"cpu": dict(zip(("native", "numba"), cpu)), "cuda": dict(zip(("native", "cupy"), cuda))}
     monkeypatch.setattr(kernels, "ROUTES", table)
@@ -328,10 +334,8 @@ def load(
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
 
 
-NO_ROUTE, NOT_EVERY = (
-    "no route for {} tensors works here",
-    "not every route for CUDA tensors works here, as --require wants",
-)
+NO_ROUTE = "no route for {} tensors works here"
+NOT_EVERY = "not every route for CUDA tensors works here, as --require wants"
 
 
 @pytest.mark.parametrize(

@@ -16,22 +16,15 @@ from commands import assert_refused
 
 from ds_zipccl.__main__ import main
 from ds_zipccl.cli.top import Run
-from ds_zipccl.telemetry import counters
+from ds_zipccl.telemetry import comms_log, counters, table
 from ds_zipccl.telemetry.step_log import StepLog
 
 
 def line(step: int, wire: int, at: float | None = None, saved: float | None = None) -> str:
     """A line of 10 MB by role dp, sent as ``wire`` MB."""
     sent = {"logical_bytes": 10_000_000, "wire_bytes": wire * 1_000_000, "passed_bytes": 0, "ratio": 10 / wire}
-    found = {
-        "step": step,
-        "lr": [0.1],
-        "roles": {"dp": sent},
-        "kinds": {},
-        "differences": {},
-        "time": at,
-        "seconds_saved": saved,
-    }
+    found = {"step": step, "lr": [0.1], "roles": {"dp": sent}, "kinds": {}, "differences": {}}
+    found |= {"time": at, "seconds_saved": saved}
     return json.dumps({key: value for key, value in found.items() if value is not None}) + "\n"
 
 
@@ -82,6 +75,21 @@ def test_a_file_that_grows_is_cut_and_begins_anew(tmp_path: Path) -> None:
     run.look()
     assert [step.step for step in run.steps] == [7] and list(run.lines())[2].split()[:2] == ["dp", "10.000"]
     assert "not whole" not in next(run.lines())
+
+
+def test_ratios_of_copies_have_one_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Copies of bases send no byte: the table, the comms logger's, top and steps."""
+    path = str(tmp_path / "run.jsonl")
+    counters.reset()
+    counters.record("zero_param", "all_gather", 84_483_840, 0)
+    StepLog(path).write(1, [])
+    table.show("at the end")
+    print(comms_log.render())
+    assert main(["top", path]) == main(["steps", path]) == 0
+    counters.reset()
+    said = capsys.readouterr().out
+    assert said.count(" >9999") == 2 + 1 + 2 + 6 and "84483840." not in said
+    assert (counters.ratio_text(9999), counters.ratio_text(9999.01)) == ("9999.000", ">9999")
 
 
 def test_files_without_a_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -460,11 +460,7 @@ def _refused_zfp(name: str, route: str) -> None:
 
 # --- all of them
 
-FAMILIES = {
-    "rows": (BY_ROWS, _refused_rows),
-    "scaled": (SCALED, _refused_codes),
-    "zfp": (WRONG_FIELDS, _refused_zfp),
-}
+FAMILIES = {"rows": (BY_ROWS, _refused_rows), "scaled": (SCALED, _refused_codes), "zfp": (WRONG_FIELDS, _refused_zfp)}
 
 
 @pytest.mark.parametrize(

@@ -16,11 +16,7 @@ from ds_zipccl.config import parse_section
 from ds_zipccl.integration.lossy import checkpoints, state
 
 CONFIG = parse_section(
-    {
-        "enabled": True,
-        "lossy": True,
-        "roles": {"pp": {"codec": "lowrank", "when": "backward", "error": "lazy_run"}},
-    }
+    {"enabled": True, "lossy": True, "roles": {"pp": {"codec": "lowrank", "when": "backward", "error": "lazy_run"}}}
 )
 KEY = (1, "backward", 0)
 

@@ -90,14 +90,13 @@ def test_the_last_line_has_the_time_saved(capsys: pytest.CaptureFixture[str]) ->
     """Per optimizer step and in all, and nothing where no trial has timed anything."""
 
     def last() -> str:
-        table.show("at the end")
-        return (
-            capsys.readouterr()
-            .out.splitlines()[-1]
-            .removeprefix("[ds_zipccl] time saved, plain less coded by the times of trials: ")
-        )
+        counters.record("dp", "all_reduce", 3000, 2000)
+        table.show("after 2 steps")
+        table.show("at the end")  # of the same counts
+        lines = capsys.readouterr().out.splitlines()
+        assert [one for one in lines if "traffic" in one] == ["[ds_zipccl] traffic of rank 0 after 2 steps"]
+        return lines[-1].removeprefix("[ds_zipccl] time saved, plain less coded by the times of trials: ")
 
-    counters.record("dp", "all_reduce", 3000, 2000)
     for _ in range(4):
         counters.record_saved("")
     assert last() == "not measured" and "Train/zipccl/seconds_saved" not in {name for name, *_ in monitor.events(8)}
