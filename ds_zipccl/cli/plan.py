@@ -63,7 +63,7 @@ from ds_zipccl.benchmarks.codec import lossy as lossy_trial
 from ds_zipccl.benchmarks.comm import validate
 from ds_zipccl.benchmarks.links import link
 from ds_zipccl.cli import ToolError, tables
-from ds_zipccl.cli.planning import model, operations, rows, speeds, user_job
+from ds_zipccl.cli.planning import experts, model, operations, rows, speeds, user_job
 from ds_zipccl.cli.planning.operations import CHANGED, COPIED, LOSSY
 from ds_zipccl.cli.planning.schedules import OWNERS, Coding, DeviceSchedules, HostSchedules, Row, about_lossy, codings
 from ds_zipccl.cli.tables import Column
@@ -87,6 +87,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     option("--zero", type=int, choices=(1, 2, 3), help="ZeRO stage (3)")
     option("--gpus", type=tables.count(1e7), metavar="N", help="number of GPUs")
     option("--gpus-per-node", type=tables.count(1e4), default=8, metavar="N", help="GPUs per node (8)")
+    about = "ranks that share out the experts of --model: autoep_size; ep_size of DeepSpeed-MoE (1)"
+    option("--expert-parallel", type=tables.count(1e6), metavar="N", help=about)
     option("--backend", choices=("nccl", "gloo"), default="nccl", help="backend of the groups: gloo on CPUs (nccl)")
     option(
         "--network", nargs="*", type=speeds.network, metavar="NET",
@@ -177,6 +179,8 @@ def _with_files(args: argparse.Namespace) -> argparse.Namespace:
         tables.say(f"job:   {args.ds_config}: ZeRO-{args.zero}, {args.dtype}, accumulation {args.accumulation}")
         for note in job.notes:
             tables.say(f"       {note}")
+    for remark in experts.remarks(args):
+        tables.say(remark)
     return args
 
 
@@ -204,7 +208,7 @@ def _on_gloo(args: argparse.Namespace) -> _Groups:
         tables.say(f"        copies of a base: {coded[COPIED].profile.copy / 1e9:.1f} GB/s")
     if args.profile and used & {CHANGED, COPIED}:
         tables.say(f"        {args.profile} has no speeds of differences and copies: planned as fast as exponents")
-    for line in operations.base_memory(args):
+    for line in operations.base_memory(experts.held(args)):
         tables.say(line)
     where = args.network[0].text if args.network else args.profile
     tables.say(f"network: {where}, gloo: {8 * profile.bandwidth / 1e9:.4g} Gbit/s of one GPU\n")
@@ -222,7 +226,7 @@ def _on_nccl(args: argparse.Namespace) -> _Groups:
     codec = speeds.device_codec(args.gpu_profile, args.dtype)
     tables.say("model of NCCL groups: no network of GPUs has run these schedules yet")
     tables.say(f"codec: {codec.about}")
-    for line in operations.base_memory(args):
+    for line in operations.base_memory(experts.held(args)):
         tables.say(line)
     found: dict[str, rows.Schedules] = {each.text: DeviceSchedules.modelled(args, each, codec) for each in networks}
     # "Computed" is the word of the documentation for figures of a model.
@@ -273,6 +277,7 @@ def _check(args: argparse.Namespace) -> None:
     if args.gpus % args.gpus_per_node or args.gpus < 2 * args.gpus_per_node:
         got = f"{args.gpus} GPUs, {args.gpus_per_node} a node"
         raise ToolError(f"wanted are two nodes or more with equally many GPUs, got {got}; one node is not planned")
+    experts.check(args)
     if args.dtype not in operations.ITEMSIZE:
         raise ToolError(f"--dtype is one of {', '.join(operations.ITEMSIZE)}, got {args.dtype}")
     if args.zero3_base in ("host", "device") and (args.zero != 3 or args.delta == "off"):

@@ -10,8 +10,10 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from ds_zipccl.cli import ToolError, tables
+from ds_zipccl.cli.planning import experts
+from ds_zipccl.cli.planning.experts import Schedules
 from ds_zipccl.cli.planning.operations import CODED, PLAIN, TOTAL, USUAL, default_config, host_base, operations
-from ds_zipccl.cli.planning.schedules import DeviceSchedules, HostSchedules, Row
+from ds_zipccl.cli.planning.schedules import Row
 from ds_zipccl.cli.tables import Column
 from ds_zipccl.policy.cost_model import HOP_S, STEP_S
 
@@ -19,17 +21,17 @@ from ds_zipccl.policy.cost_model import HOP_S, STEP_S
 GAIN, WORTH = 1.02, 1.1
 #: Keys of the rows that the total row adds up.
 SUMMED = ("calls", "wire_gb", "ms", "exponents_ms", "codec_ms")
-Schedules = HostSchedules | DeviceSchedules
 
 
 def step(found: Schedules) -> Iterator[dict[str, Any]]:
     """Yield the rows of a step, one for each line and variant, columns as in ``plan --help``. Then totals; the last is that of the job."""
     totals: dict[str, dict[str, Any]] = {}
-    for line in found.lines():
-        calls = line.times * sum(count for _, count in operations(found.args, line))
-        chosen = found.chosen(line)
+    for word, group, line in ((word, group, line) for word, group, lines in experts.groups(found) for line in lines):
+        calls = line.times * sum(count for _, count in operations(group.args, line))
+        chosen = group.chosen(line)
         for variant, times in chosen.items():
-            row = found.names | {"what": line.what, "op": "", "calls": calls, "variant": variant} | times
+            what = (word + line.what).replace("experts, parameters, ", "experts, ")
+            row = found.names | {"what": what, "op": "", "calls": calls, "variant": variant} | times
             yield row | {"speedup": chosen[PLAIN]["ms"] / row["ms"]}
             empty = {key: None for key in row if key == "ratio"} | {key: 0 for key in SUMMED if key in row}
             total = totals.setdefault(variant, row | {"what": TOTAL, "op": "", "how": ""} | empty)
@@ -151,7 +153,7 @@ OPTIONS: dict[str, tuple[Any, Any, str, str]] = {
         "every further GPU of a node)"
     ),
     "tflops": (tables.positive, None, "T", "1e12 operations per second of a GPU that computes: adds the time of the whole step"),
-    "tokens": (tables.count(1e9), None, "K", "tokens of a GPU in a micro-batch; goes with --tflops"),
+    "tokens": (tables.count(1e9), None, "K", "tokens of a GPU in a micro-batch; goes with --tflops, or with experts that ranks share out"),
     "flops": (tables.positive, FLOPS, "F", f"operations for a parameter and a token ({FLOPS:g}; 6 where activations are kept)"),
     "overlap": (float, 0.0, "S", "share of the computing that hides communication (0)"),
     "plot": (str, None, "PNG", "draw the time of a step for up to --gpus GPUs (needs matplotlib)"),
@@ -172,6 +174,8 @@ def refuse(args: argparse.Namespace) -> None:
         ToolError: there is one.
     """
     given = [f"--{name}" for name, (_, default, *_) in OPTIONS.items() if getattr(args, name) != default]
+    if experts.exchanged(args):
+        given.remove("--tokens")
     if given:
         raise ToolError(f"{', '.join(given)}: the time of a whole step is planned for NCCL groups alone")
 
@@ -186,7 +190,7 @@ def computing(args: argparse.Namespace) -> Computing | None:
         raise ToolError(f"--path must be above 0 and --hop at least 0, got {args.path:g} and {args.hop or 0:g}")
     if not 0 <= args.overlap <= 1:
         raise ToolError(f"--overlap is wanted from 0 to 1, got {args.overlap:g}")
-    if args.tflops is None and args.tokens is None and args.plot is None:
+    if args.tflops is None and (args.tokens is None or experts.exchanged(args)) and args.plot is None:
         return None
     if args.tflops is None or args.tokens is None:
         raise ToolError(f"the time of a step wants --tflops and --tokens, got {args.tflops} and {args.tokens}")
@@ -216,4 +220,5 @@ def counts(args: argparse.Namespace) -> list[int]:
     """Numbers of GPUs of the picture: two nodes, four, eight and so on, and all."""
     nodes = args.gpus // args.gpus_per_node
     doubled = (2**power for power in range(1, nodes.bit_length()))
-    return [args.gpus_per_node * count for count in sorted({*doubled, nodes})]
+    found = [args.gpus_per_node * count for count in sorted({*doubled, nodes})]
+    return [gpus for gpus in found if not gpus % args.expert_parallel]

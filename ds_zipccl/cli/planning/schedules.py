@@ -16,7 +16,7 @@ from ds_zipccl.cli.planning.operations import CHANGED, CODED, COPIED, EXPONENTS,
 from ds_zipccl.cli.planning.speeds import DeviceCodec, Network, behind
 from ds_zipccl.ops import TRAFFIC
 from ds_zipccl.policy import base_copies, cost_model
-from ds_zipccl.policy.cost_model import GATHER, SUM, DeviceProfile, LinkProfile, Topology, lossy_size
+from ds_zipccl.policy.cost_model import ALL_TO_ALL, GATHER, SUM, DeviceProfile, LinkProfile, Topology, lossy_size
 
 Row = dict[str, Any]
 
@@ -85,6 +85,10 @@ class HostSchedules:
     def names(self) -> Row:
         return {}
 
+    def among(self, args: argparse.Namespace) -> HostSchedules:
+        """The schedules among fewer ranks. Each keeps its part of the link, which the others of its node use too."""
+        return replace(self, args=args)
+
     def lines(self) -> list[StepTraffic]:
         return step.traffic(self.args)
 
@@ -129,10 +133,10 @@ class HostSchedules:
 
     def _ranks(self, op: str, schedule: str) -> tuple[int, float, float]:
         """The ranks that share a part of the tensor, this part, and the part of the sent bytes that leaves the node. Plain operations and
-        coded gathers go by nodes, the GPUs with the same place in all nodes together; our sums, with the bits of gloo's, from each GPU to
-        each other one."""
+        coded gathers go by nodes, the GPUs with the same place in all nodes together; our sums, with the bits of gloo's, and exchanges from
+        each GPU to each other one."""
         gpus, per_node = self.args.gpus, self.args.gpus_per_node
-        if schedule == CODED and TRAFFIC[op].sums:
+        if op == "all_to_all" or (schedule == CODED and TRAFFIC[op].sums):
             return gpus, 1.0, (gpus - per_node) / (gpus - 1)
         return gpus // per_node, 1 / per_node, 1.0
 
@@ -167,7 +171,7 @@ COPY = HASH / 2
 #: Speed of the codec with a base, in parts of its speed without (seed: by the bytes of memory that it moves, 4.3 and 3.4 a bf16 word).
 BASE_SPEED = 0.79
 #: Kinds of the model that an operation consists of.
-_KINDS = {"all_gather": (GATHER,), "reduce_scatter": (SUM,), "all_reduce": (SUM, GATHER)}
+_KINDS = {"all_gather": (GATHER,), "reduce_scatter": (SUM,), "all_reduce": (SUM, GATHER), "all_to_all": (ALL_TO_ALL,)}
 OWNERS = "owners"
 #: Part of the ranks from which on a bucket counts as owned by all: their parts are padded to equal ones.
 _EVEN = 0.9
@@ -193,6 +197,11 @@ class DeviceSchedules:
     @property
     def names(self) -> Row:
         return {"network": self.network}
+
+    def among(self, args: argparse.Namespace) -> DeviceSchedules:
+        """The schedules among fewer ranks, while the other ranks of their nodes do the same with the rest of the network cards."""
+        network = self.profile.network * args.gpus_per_node / self.args.gpus_per_node
+        return replace(self, args=args, profile=replace(self.profile, network=network))
 
     @cached_property
     def topology(self) -> Topology:
