@@ -88,7 +88,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def fill(args: argparse.Namespace, **known: Any) -> argparse.Namespace:
     """Return ``args`` with the parameters of the files of the model, and with ``known`` values, else :data:`DEFAULTS`, where the command
-    line has none. ``about``: a line about the model, "" without a file. ``active``: parameters with which a token is computed.
+    line has none. ``about``: a line about the model, "" without a file. ``active``: parameters with which a token is computed. ``moe``: the
+    model if ranks share its experts out, else None.
 
     Raises:
         ToolError: a file cannot be read, or does not tell the parameters; or more are trained than there are.
@@ -107,9 +108,10 @@ def fill(args: argparse.Namespace, **known: Any) -> argparse.Namespace:
             known |= {"moe": model if model.sparse else None}
     given = {key: value for key, value in vars(args).items() if value is not None}
     found = argparse.Namespace(**vars(args) | known | given)
+    shared = found.expert_parallel
     if found.moe is not None:
-        own = "all" if found.expert_parallel == 1 else f"{found.moe.experts[0] // found.expert_parallel}"
-        found.about += f"; {own} experts on every rank"
+        found.about += f"; {'all' if shared == 1 else found.moe.experts[0] // shared} experts on every rank"
+    found.moe = found.moe if shared > 1 else None
     if found.trainable is not None and found.trainable > (found.params or 0):
         got = f"{found.trainable:,} of {found.params or 0:,}"
         raise ToolError(f"--trainable is a part of --params or --model: wanted is at most that, got {got}")

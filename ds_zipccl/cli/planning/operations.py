@@ -131,12 +131,14 @@ def base_memory(args: argparse.Namespace) -> Iterator[str]:
     """Yield a line about the memory of ``zero3_base``, where ZeRO-3 may keep parameters."""
     if args.zero < 3 or args.zero3_base == "off" or args.delta == "off":
         return
-    frozen = args.params * (1 - trained(args))
-    kept = frozen if args.zero3_base == "auto" else args.params
+    shared, copies = args.expert_parallel, 1 if args.zero3_base == "device" else args.gpus_per_node
+    elsewhere = args.moe.routed * max(0, shared - copies) / shared if args.moe else 0
+    frozen = args.params * (1 - trained(args)) - elsewhere
+    kept = frozen if args.zero3_base == "auto" else args.params - elsewhere
     size = f"{kept * ITEMSIZE[args.dtype] / 1e9:.4g} GB"
     told = {"host": f"takes {size} of every node", "device": f"takes {size} of every GPU"}
     told["auto"] = "keeps frozen parameters; all are trained here, see --trainable"
-    if frozen:
+    if frozen > 0:
         most = "at most a quarter of its free memory"
         told["auto"] = f"keeps {frozen:.4g} frozen parameters: {size} of every node, {most}"
     yield f"memory: zero3_base {args.zero3_base} {told[args.zero3_base]}"
