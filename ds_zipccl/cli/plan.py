@@ -89,8 +89,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     option("--zero", type=int, choices=(1, 2, 3), help="ZeRO stage (3)")
     option("--gpus", type=tables.count(1e7), metavar="N", help="number of GPUs")
     option("--gpus-per-node", type=tables.count(1e4), default=8, metavar="N", help="GPUs per node (8)")
-    about = "ranks that share out the experts of --model: autoep_size; ep_size of DeepSpeed-MoE (1)"
-    option("--expert-parallel", type=tables.count(1e6), metavar="N", help=about)
+    option("--expert-parallel", type=tables.count(1e6), metavar="N", help="ranks that share experts out (1)")
     option("--backend", choices=("nccl", "gloo"), default="nccl", help="backend of the groups: gloo on CPUs (nccl)")
     option(
         "--network", nargs="*", type=speeds.network, metavar="NET",

@@ -108,10 +108,9 @@ def fill(args: argparse.Namespace, **known: Any) -> argparse.Namespace:
             known |= {"moe": model if model.sparse else None}
     given = {key: value for key, value in vars(args).items() if value is not None}
     found = argparse.Namespace(**vars(args) | known | given)
-    shared = found.expert_parallel
-    if found.moe is not None:
-        found.about += f"; {'all' if shared == 1 else found.moe.experts[0] // shared} experts on every rank"
-    found.moe = found.moe if shared > 1 else None
+    if (moe := found.moe) is not None:
+        shared, found.moe = found.expert_parallel, moe if found.expert_parallel > 1 else None
+        found.about += f"; {'all' if shared == 1 else moe.experts[0] // shared} experts on every rank"
     if found.trainable is not None and found.trainable > (found.params or 0):
         got = f"{found.trainable:,} of {found.params or 0:,}"
         raise ToolError(f"--trainable is a part of --params or --model: wanted is at most that, got {got}")
