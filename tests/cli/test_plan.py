@@ -349,9 +349,7 @@ def test_lossy_gradients_of_a_plan(stage: str, tmp_path: Path, fast: str, capsys
         assert (row["ms"] < exact["ms"]) == lossy
 
 
-def test_a_plan_says_where_lossy_gradients_cost_time(
-    tmp_path: Path, fast: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_plan_says_where_lossy_gradients_cost_time(tmp_path: Path, fast: str, capsys: Any) -> None:
     """On a fast link the codec is slower than the link."""
     Path(fast).write_text(json.dumps(content(Path(fast)) | dict.fromkeys(("encode", "decode", "add"), 1e8)))
     words = ("--gpus-per-node", "1", "--profile", fast, "--ratio", "1.5", "--zero", "3")
