@@ -232,4 +232,4 @@ def test_ranks_share_experts_out(shared: int, same: int, nodes: int, tmp_path: P
     assert wire == pytest.approx(4 * 8 * sent * (nodes - 1) / nodes / 1e9)
     outcome(tmp_path, words.partition(" --tokens")[0] + " --network 8x100gbit/node")
     told = capsys.readouterr().out
-    assert f"; {128 // shared} experts on every rank\n" in told and "tokens are not predicted without --tokens\n" in told
+    assert f"; {128 // shared} experts on every rank\n" in told and "tokens are not predicted without --tokens" in told
