@@ -233,6 +233,8 @@ def _predict(
     features = [{"name": one.name, "cost": one.cost, "remedy": one.remedy} for one in bypassed.found(facts)]
     known: dict[str, Any] = {"covered": covered, "bypassed": features}
     notes = [*job.notes, *bypassed.lines(facts)]
+    if job.expert_parallel > 1:
+        notes.append("expert_parallel: predicted with all experts on every rank; plan knows how ranks share them out")
     if 1 < found.nodes < ranks and not found.streams:
         notes.append(f"{ranks} ranks share the links of {found.nodes} nodes: the prediction is of one rank per node")
     for note in notes:

@@ -51,10 +51,8 @@ def launched() -> bool:
     if not {"RANK", "WORLD_SIZE"} & set(given):
         return False
     if missing := [name for name in PLACE if name not in given]:
-        raise ToolError(
-            f"{' and '.join(given)} are set, {' and '.join(missing)} not: start the doctor by the launcher of the job, "
-            "such as torchrun or deepspeed, or unset them all"
-        )
+        wanted = "start the doctor by the launcher of the job, such as torchrun or deepspeed, or unset them all"
+        raise ToolError(f"{' and '.join(given)} are set, {' and '.join(missing)} not: {wanted}")
     return True
 
 
@@ -67,12 +65,9 @@ def limit(seconds: float) -> Iterator[None]:
     """End this process with status 2 if the block takes longer than ``seconds``: also out of a call that waits for a dead rank."""
 
     def leave() -> None:
-        print(
-            f"the doctor took longer than {seconds:g} s and ends: run report first, which builds the kernels; look whether all ranks "
-            "have started and reach each other; or raise --timeout",
-            file=sys.stderr,
-            flush=True,
-        )
+        remedy = "run report first, which builds the kernels; look whether all ranks have started and reach each other"
+        late = f"the doctor took longer than {seconds:g} s and ends: {remedy}; or raise --timeout"
+        print(late, file=sys.stderr, flush=True)
         os._exit(2)
 
     timer = threading.Timer(seconds, leave)
@@ -129,10 +124,9 @@ class RankReport:
         Raises:
             ToolError: the bytes of ``rank`` are no report.
         """
-        try:
+        content = None
+        with contextlib.suppress(ValueError, RecursionError):
             content = json.loads(data) if len(data) <= _REPORT_BYTES else None
-        except (ValueError, RecursionError):
-            content = None
         keys = {"host", "error", "config", "groups"}
         hooks = content.get("hooks") if isinstance(content, dict) else None
         if not isinstance(content, dict) or set(content) != keys | {"hooks"} or not isinstance(hooks, dict):
@@ -215,16 +209,13 @@ def meet(check: Callable[[], str], patience: float) -> Ranks:
     if failed := [f"rank {at} on {one.host}: {one.error}" for at, one in enumerate(reports) if one.error]:
         raise AgreedError("\n".join(failed))
     for at, one in enumerate(reports):
-        if one.config != reports[0].config:
-            raise AgreedError(
-                f"the config of rank {at} on {one.host} differs from that of rank 0 on {reports[0].host}: "
-                "give all nodes the same ds_config and the same DS_ZIPCCL"
-            )
-        if one.groups != reports[0].groups:
-            raise AgreedError(
-                f"rank {at} on {one.host} has {one.groups} groups, rank 0 has {reports[0].groups} groups: give every rank a GPU that torch "
-                "sees, or none and DS_ACCELERATOR=cpu"
-            )
+        here, first = f"rank {at} on {one.host}", reports[0]
+        if one.config != first.config:
+            wanted = "give all nodes the same ds_config and the same DS_ZIPCCL"
+            raise AgreedError(f"the config of {here} differs from that of rank 0 on {first.host}: {wanted}")
+        if one.groups != first.groups:
+            wanted = "give every rank a GPU that torch sees, or none and DS_ACCELERATOR=cpu"
+            raise AgreedError(f"{here} has {one.groups} groups, rank 0 has {first.groups} groups: {wanted}")
     met = Ranks(rank, reports)
     if met.streams:
         start_line.set_device(int(os.environ.get("LOCAL_RANK", rank)))

@@ -36,7 +36,8 @@ def sentences(found: Mapping[str, Any]) -> Iterator[str]:
         why = f", because of this: {row['reason']}" if row["reason"] else ""
         times = f"({row['ms']:,.1f} ms per step{plain})"
         yield f"{name}{f' ({when})' if when else ''} {_SAID[row['choice']]} {times}{why}."
-        changes += _remedies(row["reason"])
+        because = [one for one in PassReason if row["reason"] and row["reason"].startswith(one.value.partition("{")[0])]
+        changes += [one.remedy.rstrip(".") for one in because if not one.remedy.startswith("None")]
     for one in found["bypassed"]:
         yield f"{one['name']} bypasses ds_zipccl: {one['cost']}."
         changes.append(f"{one['name']}: {one['remedy']}")
@@ -48,11 +49,6 @@ def sentences(found: Mapping[str, Any]) -> Iterator[str]:
         yield from _gain(found)
     yield from (f"Note: {note}." for note in found["notes"] if not note.startswith("bypassed: "))
     yield f"To change: {'; '.join(dict.fromkeys(changes)) or 'nothing'}."
-
-
-def _remedies(reason: str) -> list[str]:
-    known = [one for one in PassReason if reason and reason.startswith(one.value.partition("{")[0])]
-    return [one.remedy.rstrip(".") for one in known if not one.remedy.startswith("None")]
 
 
 def _gain(found: Mapping[str, Any]) -> Iterator[str]:

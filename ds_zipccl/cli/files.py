@@ -65,9 +65,6 @@ def _torch(path: str) -> dict[str, Loader]:
 def _flatten(prefix: str, node: Any) -> Iterator[tuple[str, Loader]]:
     if isinstance(node, torch.Tensor):
         yield prefix or "tensor", node.detach
-    elif isinstance(node, Mapping):
-        for key, child in node.items():
+    elif isinstance(node, (Mapping, Sequence)) and not isinstance(node, (str, bytes)):
+        for key, child in node.items() if isinstance(node, Mapping) else enumerate(node):
             yield from _flatten(f"{prefix}.{key}" if prefix else str(key), child)
-    elif isinstance(node, Sequence) and not isinstance(node, (str, bytes)):
-        for index, child in enumerate(node):
-            yield from _flatten(f"{prefix}.{index}" if prefix else str(index), child)

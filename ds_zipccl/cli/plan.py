@@ -32,7 +32,9 @@ Columns (also the keys of the rows in --json):
 * wire_gb: 1e9 bytes that a GPU sends between nodes per step. ms: their time. speedup: plain ms / ms.
 
 With --backend gloo a --profile FILE has no speeds of differences and copies: the prediction takes those of exponents, which flatters them.
-Not predicted: overlap between operations, congestion, the memory and time that coding takes from computing, traffic of MoE and pipelines.
+Where autoep_size (--expert-parallel) shares experts out, only the ranks with the same ones move their parameters, and --tokens adds the
+exchanges of each layer: 2 forward and 2 backward of all its tokens, with even routing, without those that checkpointing repeats.
+Not predicted: overlap between operations, congestion, the memory and time that coding takes from computing, traffic of pipelines.
 
 NCCL groups: without --ds-config sums are coded, as with "nccl": "on". No network of GPUs has run these schedules yet. coded: sums in two
 levels and gathers, where they are faster. --gpu-profile has the speed of the codec. With several networks only totals are shown; --json
@@ -63,7 +65,7 @@ from ds_zipccl.benchmarks.codec import lossy as lossy_trial
 from ds_zipccl.benchmarks.comm import validate
 from ds_zipccl.benchmarks.links import link
 from ds_zipccl.cli import ToolError, tables
-from ds_zipccl.cli.planning import model, operations, rows, speeds, user_job
+from ds_zipccl.cli.planning import model, operations, rows, schedules, speeds, user_job
 from ds_zipccl.cli.planning.operations import CHANGED, COPIED, LOSSY
 from ds_zipccl.cli.planning.schedules import OWNERS, Coding, DeviceSchedules, HostSchedules, Row, about_lossy, codings
 from ds_zipccl.cli.tables import Column
@@ -87,6 +89,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     option("--zero", type=int, choices=(1, 2, 3), help="ZeRO stage (3)")
     option("--gpus", type=tables.count(1e7), metavar="N", help="number of GPUs")
     option("--gpus-per-node", type=tables.count(1e4), default=8, metavar="N", help="GPUs per node (8)")
+    option("--expert-parallel", type=tables.count(1e6), metavar="N", help="ranks that share experts out (1)")
     option("--backend", choices=("nccl", "gloo"), default="nccl", help="backend of the groups: gloo on CPUs (nccl)")
     option(
         "--network", nargs="*", type=speeds.network, metavar="NET",
@@ -124,7 +127,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 #: The groups of a job on each network, by its name; columns of the table; further keys of ``--json``.
-_Groups = tuple[dict[str, rows.Schedules], Sequence[Column], dict[str, Any]]
+_Groups = tuple[dict[str, schedules.Schedules], Sequence[Column], dict[str, Any]]
 
 
 def main(args: argparse.Namespace) -> int:
@@ -165,6 +168,7 @@ def _with_files(args: argparse.Namespace) -> argparse.Namespace:
     known: dict[str, Any] = {}
     if args.ds_config:
         from ds_zipccl.cli.planning import job as job_plan  # imports torch, which `plan --help` does not need
+        from ds_zipccl.integration import bypassed
 
         job = user_job.read(args.ds_config, args.gpus)
         if reason := job_plan.unpredicted(job, "cpu", "gloo"):
@@ -175,7 +179,7 @@ def _with_files(args: argparse.Namespace) -> argparse.Namespace:
         tables.say(f"model: {args.about}")
     if args.ds_config:
         tables.say(f"job:   {args.ds_config}: ZeRO-{args.zero}, {args.dtype}, accumulation {args.accumulation}")
-        for note in job.notes:
+        for note in (*job.notes, *bypassed.lines(bypassed.Facts(job.content))):
             tables.say(f"       {note}")
     return args
 
@@ -224,9 +228,9 @@ def _on_nccl(args: argparse.Namespace) -> _Groups:
     tables.say(f"codec: {codec.about}")
     for line in operations.base_memory(args):
         tables.say(line)
-    found: dict[str, rows.Schedules] = {each.text: DeviceSchedules.modelled(args, each, codec) for each in networks}
+    found = ((each.text, DeviceSchedules.modelled(args, each, codec)) for each in networks)
     # "Computed" is the word of the documentation for figures of a model.
-    return found, DEVICE_COLUMNS, {"codec": codec._asdict(), "made": "Computed"}
+    return dict(found), DEVICE_COLUMNS, {"codec": codec._asdict(), "made": "Computed"}
 
 
 def _about(coding: Coding, *more: str) -> str:
@@ -235,6 +239,9 @@ def _about(coding: Coding, *more: str) -> str:
 
 
 def _remarks(args: argparse.Namespace, planned: Sequence[dict[str, Any]]) -> Iterator[str]:
+    if args.expert_parallel > 1 and not (args.moe and args.tokens):
+        lacks = "their exchanges of tokens are not predicted without --tokens"
+        yield f"experts: {lacks if args.moe else 'all count on every rank; --model without --params tells them apart'}"
     if args.backend == "gloo":
         slow = any(row["what"] == operations.GRADIENTS and row["speedup"] < 1 for row in planned)
         if args.gradients is not None and slow:
@@ -246,7 +253,7 @@ def _remarks(args: argparse.Namespace, planned: Sequence[dict[str, Any]]) -> Ite
         yield "these are times of communication alone; --tflops and --tokens add computing, and a step is sped up less"
 
 
-def _scaling(args: argparse.Namespace, groups: Iterable[rows.Schedules], work: rows.Computing) -> Iterator[Row]:
+def _scaling(args: argparse.Namespace, groups: Iterable[schedules.Schedules], work: rows.Computing) -> Iterator[Row]:
     """The whole steps of fewer GPUs, for the picture."""
     for gpus in rows.counts(args):
         fewer = argparse.Namespace(**vars(args) | {"gpus": gpus})
@@ -273,6 +280,9 @@ def _check(args: argparse.Namespace) -> None:
     if args.gpus % args.gpus_per_node or args.gpus < 2 * args.gpus_per_node:
         got = f"{args.gpus} GPUs, {args.gpus_per_node} a node"
         raise ToolError(f"wanted are two nodes or more with equally many GPUs, got {got}; one node is not planned")
+    each, shared, number = args.gpus_per_node, args.expert_parallel, args.moe.experts[0] if args.moe else 0
+    if number % shared or args.gpus % shared or (each % shared and shared % each):
+        raise ToolError(f"autoep_size is {shared}, wanted is a divisor of experts and GPUs, part or multiple of a node")
     if args.dtype not in operations.ITEMSIZE:
         raise ToolError(f"--dtype is one of {', '.join(operations.ITEMSIZE)}, got {args.dtype}")
     if args.zero3_base in ("host", "device") and (args.zero != 3 or args.delta == "off"):

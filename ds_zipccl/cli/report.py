@@ -47,24 +47,19 @@ NCCL_VARIABLES = {
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of ``report``."""
-    parser.add_argument("--json", metavar="FILE", help="write everything here too")
+    option = parser.add_argument
+    option("--json", metavar="FILE", help="write everything here too")
     tried = "try the routes of this name alone; cupy is compiled where no GPU is, too"
-    parser.add_argument("--route", choices=("native", "numba", "cupy"), help=tried)
+    option("--route", choices=("native", "numba", "cupy"), help=tried)
     wanted = "exit with 1 unless every route for this type of device, cpu or cuda, works; repeatable"
-    parser.add_argument(
-        "--require", action="append", choices=("cpu", "cuda"), default=[], metavar="DEVICE", help=wanted
-    )
-    parser.add_argument("--bundle", metavar="FILE", help="write one zip file for a bug report")
+    option("--require", action="append", choices=("cpu", "cuda"), default=[], metavar="DEVICE", help=wanted)
+    option("--bundle", metavar="FILE", help="write one zip file for a bug report")
     attached = "with --bundle: files for it, such as the output of the job, its ds_config.json and its step_log"
-    parser.add_argument("--attach", nargs="+", default=[], metavar="FILE", help=attached)
+    option("--attach", nargs="+", default=[], metavar="FILE", help=attached)
 
 
 def main(args: argparse.Namespace) -> int:
-    """Run ``report``; 1 if tensors of a device that is here cannot be coded.
-
-    Raises:
-        ToolError: a file of ``--attach`` is missing, or the bundle cannot be written.
-    """
+    """Run ``report``; 1 if tensors of a device that is here cannot be coded."""
     if absent := [name for name in args.attach if not Path(name).is_file()]:
         raise ToolError(f"--attach {absent[0]}: no such file")
     if args.attach and not args.bundle:
@@ -216,8 +211,7 @@ def _compiled() -> str:
 def builders() -> Mapping[str, str]:
     from ds_zipccl.op_builder.zipccl import BUILDERS
 
-    fits = {name: builder().is_compatible(verbose=False) for name, builder in BUILDERS.items()}
-    return {name: "compatible" if fit else "not compatible" for name, fit in fits.items()}
+    return {name: f"{'' if one().is_compatible(verbose=False) else 'not '}compatible" for name, one in BUILDERS.items()}
 
 
 def activation() -> Mapping[str, str]:

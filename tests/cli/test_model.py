@@ -13,6 +13,7 @@ from places import ROOT
 
 from ds_zipccl.cli import ToolError
 from ds_zipccl.cli.planning import model, user_job
+from ds_zipccl.policy.cost_model import EXCHANGE_S, NVLINK, RDMA_REACH
 
 CODEC = ROOT / "docs/results/codec.json"
 LLAMA = {
@@ -148,6 +149,8 @@ def test_a_plan_of_a_job_from_its_files(tmp_path: Path, capsys: pytest.CaptureFi
     adapted = outcome(tmp_path, f"{files} --adapter {path}{network}")["rows"]
     assert f"LoRA of rank 8 on 32 modules, 2.097e+06 parameters, by {path}" in capsys.readouterr().out
     assert adapted[0]["calls"] == 4 and adapted[0]["ms"] < gradients[0]["ms"] / 1000
+    written(tmp_path, JOB | {"zero_optimization": {"stage": 0}}, "ds.json")
+    assert_refused((files + network).split(), "ZeRO stage 0 has no prediction", capsys)
 
 
 NCCL, GLOO = "--network 100gbit/node", f"--backend gloo --gpus-per-node 1 --network 5gbit/gpu --profile {CODEC}"
@@ -209,7 +212,24 @@ def test_computing_is_of_the_parameters_that_a_token_uses(tmp_path: Path) -> Non
     assert share == pytest.approx(found.active / found.params) and share < 0.5
 
 
-def test_jobs_that_no_model_predicts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = written(tmp_path, JOB | {"zero_optimization": {"stage": 0}}, "ds.json")
-    words = f"plan --ds-config {path} --params 1e9 --gpus 16 --network 100gbit/node"
-    assert_refused(words.split(), "ZeRO stage 0 has no prediction", capsys)
+@pytest.mark.parametrize(("shared", "same", "nodes"), [(4, 8, 1), (8, 4, 1), (16, 2, 2), (32, 1, 4)])
+def test_ranks_share_experts_out(shared: int, same: int, nodes: int, tmp_path: Path, capsys: Any) -> None:
+    """32 GPUs of 4 nodes. ``same``: GPUs with the same experts. ``nodes``: those whose GPUs hold all experts of a layer once."""
+    path = written(tmp_path, MODELS["qwen3_moe"])
+    job = written(tmp_path, JOB | {"expert_parallel": {"enabled": True, "autoep_size": shared}}, "ds.json")
+    words = f"plan --ds-config {job} --model {path} --accumulation 1 --gpus 32 --tokens 1024"
+    rows = outcome(tmp_path, f"{words} --network 8x100gbit/node --hop 0")["rows"]
+    ms = {row["what"]: row["ms"] for row in rows if row["variant"] == "plain"}
+    network, routed = 8 * 12.5e9 * RDMA_REACH / 1e3, 8 * 128 * 3 * 2048 * 768  # bytes in a ms, and parameters
+    assert ms["gradients"] == pytest.approx(4 * (model.read(path).params - routed) * 31 / 32 / network)
+    own = 2 * routed / shared * (same - 1) / same / (network * max(1, 8 // shared) / 8)
+    assert [ms.get(f"experts, {what}", 0) for what in ("gradients", "parameters")] == pytest.approx([2 * own, own])
+    sent = 2 * 1024 * 2 * 2048  # bytes of a rank in each of 4 exchanges of 8 layers
+    each = 8 * sent * (nodes - 1) / nodes / network if nodes > 1 else sent * (shared - 1) / shared / NVLINK * 1e3
+    assert ms["exchanges of experts"] == pytest.approx(4 * 8 * (1e3 * EXCHANGE_S + each))
+    rows = outcome(tmp_path, f"{words} {GLOO} --gpus-per-node 8")["rows"]
+    wire = next((row["wire_gb"] for row in rows if "exchanges" in row["what"]), 0)  # inside nodes it is free
+    assert wire == pytest.approx(4 * 8 * sent * (nodes - 1) / nodes / 1e9)
+    outcome(tmp_path, words.partition(" --tokens")[0] + " --network 8x100gbit/node")
+    told = capsys.readouterr().out
+    assert f"; {128 // shared} experts on every rank\n" in told and "tokens are not predicted without --tokens" in told

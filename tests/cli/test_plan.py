@@ -231,13 +231,10 @@ def test_where_coding_does_not_pay(tmp_path: Path, fast: str, capsys: pytest.Cap
     assert 'with the default config 3 s (1.5 times less), with "zero3_base": "host" ' in capsys.readouterr().out
 
 
-def test_this_machine_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_this_machine_or_a_profile(tmp_path: Path, fast: str, capsys: pytest.CaptureFixture[str]) -> None:
     planned(tmp_path, "--dtype", "fp16")
     printed = capsys.readouterr().out
     assert "this machine's CPU" in printed and "ratio 1.17" in printed
-
-
-def test_the_link_of_a_profile(fast: str, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["plan", "--params", "1e9", "--gpus", "2", "--gpus-per-node", "1", "--backend", "gloo"]
     assert main([*words, "--profile", fast]) == 0
     assert "profile.json, gloo: 8 Gbit/s of one GPU" in capsys.readouterr().out
@@ -352,9 +349,7 @@ def test_lossy_gradients_of_a_plan(stage: str, tmp_path: Path, fast: str, capsys
         assert (row["ms"] < exact["ms"]) == lossy
 
 
-def test_a_plan_says_where_lossy_gradients_cost_time(
-    tmp_path: Path, fast: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_plan_says_where_lossy_gradients_cost_time(tmp_path: Path, fast: str, capsys: Any) -> None:
     """On a fast link the codec is slower than the link."""
     Path(fast).write_text(json.dumps(content(Path(fast)) | dict.fromkeys(("encode", "decode", "add"), 1e8)))
     words = ("--gpus-per-node", "1", "--profile", fast, "--ratio", "1.5", "--zero", "3")
@@ -504,8 +499,7 @@ def test_measured_codecs_take_the_place_of_assumed_ones(
     assert codec("--gpu-profile", "assumed-0.5")["encode"] == 0.5e12
     assert codec("--gpu-profile", str(path))["decode"] == 1.1e12
     monkeypatch.setattr(speeds, "MEASURED", path)
+    capsys.readouterr()
     found = codec()
     assert (found["encode"], found["decode"]) == (0.9e12, 1.1e12)
-    capsys.readouterr()
-    codec()
     assert f"encode 0.90, decode 1.10 TB/s, measured in {path}" in capsys.readouterr().out

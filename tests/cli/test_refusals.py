@@ -94,6 +94,7 @@ REFUSED: dict[str, list[tuple[str, str]]] = {
         ("--network --profile x", "NCCL groups want --network"),
         ("--network --gpu-profile assumed-2", "cannot read"),
         ("--network --gpus 12", "two nodes"),
+        ("--network --expert-parallel 6", "autoep_size is 6, wanted is a divisor of experts and GPUs"),
         ("--network --tflops 400", "wants --tflops and --tokens"),
         ("--network --plot x.png", "wants --tflops and --tokens"),
         ("--network --tflops 0 --tokens 1", "above 0"),

@@ -42,10 +42,15 @@ class Model:
     sparse: Collection[int] = ()
 
     @property
+    def routed(self) -> int:
+        """Parameters of all experts."""
+        return len(self.sparse) * self.experts[0] * self.experts[2]
+
+    @property
     def params(self) -> int:
         """All parameters."""
         linears = [*self.attention.values()] * self.layers + [*self.mlp.values()] * (self.layers - len(self.sparse))
-        routed = len(self.sparse) * self.experts[0] * (self.experts[2] + self.hidden)
+        routed = self.routed + len(self.sparse) * self.experts[0] * self.hidden
         outer = self.hidden * self.vocabulary * (1 if self.tied else 2) + self.rest
         return sum(out * (into + bias) for into, out, bias in linears) + self.layers * self.norms + routed + outer
 
@@ -66,7 +71,7 @@ class Model:
         return found
 
     def __str__(self) -> str:
-        experts = f", {self.experts[0]} experts, all on every rank, {self.active:.4g} active" if self.sparse else ""
+        experts = f", {self.experts[0]} experts, {self.active:.4g} active" if self.sparse else ""
         return f"{self.kind}, {self.layers} layers of width {self.hidden:,}, {self.params:.4g} parameters{experts}"
 
 
@@ -83,7 +88,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def fill(args: argparse.Namespace, **known: Any) -> argparse.Namespace:
     """Return ``args`` with the parameters of the files of the model, and with ``known`` values, else :data:`DEFAULTS`, where the command
-    line has none. ``about``: a line about the model, "" without a file. ``active``: parameters with which a token is computed.
+    line has none. ``about``: a line about the model, "" without a file. ``active``: parameters with which a token is computed. ``moe``: the
+    model if ranks share its experts out, else None.
 
     Raises:
         ToolError: a file cannot be read, or does not tell the parameters; or more are trained than there are.
@@ -99,8 +105,12 @@ def fill(args: argparse.Namespace, **known: Any) -> argparse.Namespace:
         known |= {"about": f"{model}{said}", "trainable": trained}
         if args.params is None:  # adapters come on top of the model
             known |= {"params": model.params + (trained or 0), "active": model.active + (trained or 0)}
+            known |= {"moe": model if model.sparse else None}
     given = {key: value for key, value in vars(args).items() if value is not None}
     found = argparse.Namespace(**vars(args) | known | given)
+    if (moe := found.moe) is not None:
+        shared, found.moe = found.expert_parallel, moe if found.expert_parallel > 1 else None
+        found.about += f"; {'all' if shared == 1 else moe.experts[0] // shared} experts on every rank"
     if found.trainable is not None and found.trainable > (found.params or 0):
         got = f"{found.trainable:,} of {found.params or 0:,}"
         raise ToolError(f"--trainable is a part of --params or --model: wanted is at most that, got {got}")

@@ -13,7 +13,7 @@ from ds_zipccl.config import ZipcclConfig
 #: stage3_max_live_parameters and stage3_max_reuse_distance.
 BUCKET, PREFETCH, LIVE = 500_000_000, 50_000_000, 1_000_000_000
 ITEMSIZE = {"bfloat16": 2, "float16": 2, "float32": 4}
-GRADIENTS, TOTAL = "gradients", "total"
+GRADIENTS, EXCHANGES, TOTAL = "gradients", "exchanges of experts", "total"
 FROZEN = ("frozen, forward", "frozen, backward")
 #: Codings: of values alone; against the values of the last gather, which have changed since; copies of a base of values that have not, for
 #: which nothing is sent; of rounded values.
@@ -62,6 +62,7 @@ class Buckets:
 
 #: Options that the files of a job fill in where the command line does not -> their values without files. ``section``: that of the job.
 DEFAULTS: dict[str, Any] = {"zero": 3, "dtype": "bfloat16", "accumulation": 1, "live": LIVE, "round_robin": False}
+DEFAULTS |= {"expert_parallel": 1, "moe": None}
 DEFAULTS |= USUAL | {"buckets": Buckets(), "section": ZipcclConfig(enabled=True, nccl="on")}
 
 
@@ -72,7 +73,7 @@ def default_config(args: argparse.Namespace) -> argparse.Namespace:
 
 def role_of(line: StepTraffic) -> str:
     """Return the role of the messages of a line."""
-    return "zero_grad" if line.what == GRADIENTS else "zero_param"
+    return {GRADIENTS: "zero_grad", EXCHANGES: "ep"}.get(line.what, "zero_param")
 
 
 def mode_of(args: argparse.Namespace, line: StepTraffic) -> str:
@@ -130,12 +131,14 @@ def base_memory(args: argparse.Namespace) -> Iterator[str]:
     """Yield a line about the memory of ``zero3_base``, where ZeRO-3 may keep parameters."""
     if args.zero < 3 or args.zero3_base == "off" or args.delta == "off":
         return
-    frozen = args.params * (1 - trained(args))
-    kept = frozen if args.zero3_base == "auto" else args.params
+    shared, copies = args.expert_parallel, 1 if args.zero3_base == "device" else args.gpus_per_node
+    elsewhere = args.moe.routed * max(0, shared - copies) / shared if args.moe else 0
+    frozen = args.params * (1 - trained(args)) - elsewhere
+    kept = frozen if args.zero3_base == "auto" else args.params - elsewhere
     size = f"{kept * ITEMSIZE[args.dtype] / 1e9:.4g} GB"
     told = {"host": f"takes {size} of every node", "device": f"takes {size} of every GPU"}
     told["auto"] = "keeps frozen parameters; all are trained here, see --trainable"
-    if frozen:
+    if frozen > 0:
         most = "at most a quarter of its free memory"
         told["auto"] = f"keeps {frozen:.4g} frozen parameters: {size} of every node, {most}"
     yield f"memory: zero3_base {args.zero3_base} {told[args.zero3_base]}"
@@ -144,7 +147,7 @@ def base_memory(args: argparse.Namespace) -> Iterator[str]:
 def _crowding(args: argparse.Namespace, buckets: Buckets) -> float:
     """Factor on the time of a reduce-scatter whose sums go on to the few owners of a bucket; 1 if all ranks own equally much."""
     elements = buckets.reduce if args.bucket is None else args.bucket / ITEMSIZE[args.dtype]
-    owners = args.gpus * (1.0 if args.round_robin else min(1.0, elements / (args.params * trained(args))))
+    owners = args.gpus * (1.0 if args.round_robin else min(1.0, elements / max(1.0, args.params * trained(args))))
     return 1.0 if owners >= args.gpus - 1 else 1.0 + 1.0 / max(1.0, owners)
 
 

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from ds_zipccl.cli import ToolError, tables
 from ds_zipccl.cli.planning.operations import CODED, PLAIN, TOTAL, USUAL, default_config, host_base, operations
-from ds_zipccl.cli.planning.schedules import DeviceSchedules, HostSchedules, Row
+from ds_zipccl.cli.planning.schedules import DeviceSchedules, Row, Schedules, groups
 from ds_zipccl.cli.tables import Column
 from ds_zipccl.policy.cost_model import HOP_S, STEP_S
 
@@ -19,17 +19,18 @@ from ds_zipccl.policy.cost_model import HOP_S, STEP_S
 GAIN, WORTH = 1.02, 1.1
 #: Keys of the rows that the total row adds up.
 SUMMED = ("calls", "wire_gb", "ms", "exponents_ms", "codec_ms")
-Schedules = HostSchedules | DeviceSchedules
 
 
 def step(found: Schedules) -> Iterator[dict[str, Any]]:
     """Yield the rows of a step, one for each line and variant, columns as in ``plan --help``. Then totals; the last is that of the job."""
     totals: dict[str, dict[str, Any]] = {}
-    for line in found.lines():
-        calls = line.times * sum(count for _, count in operations(found.args, line))
-        chosen = found.chosen(line)
+    names = {"network": found.network} if isinstance(found, DeviceSchedules) else {}
+    for word, group, line in ((word, group, line) for word, group, lines in groups(found) for line in lines):
+        calls = line.times * sum(count for _, count in operations(group.args, line))
+        chosen = group.chosen(line)
         for variant, times in chosen.items():
-            row = found.names | {"what": line.what, "op": "", "calls": calls, "variant": variant} | times
+            what = (word + line.what).replace("experts, parameters, ", "experts, ")
+            row = names | {"what": what, "op": "", "calls": calls, "variant": variant} | times
             yield row | {"speedup": chosen[PLAIN]["ms"] / row["ms"]}
             empty = {key: None for key in row if key == "ratio"} | {key: 0 for key in SUMMED if key in row}
             total = totals.setdefault(variant, row | {"what": TOTAL, "op": "", "how": ""} | empty)
@@ -133,14 +134,9 @@ def step_time(computing: float, communication: float, coding: float, overlap: fl
     return StepTime(computing, delayed, communication - hidden)
 
 
-WHOLE_COLUMNS = (
-    Column("network", width=17),
-    Column("variant", width=7),
-    *tables.alike("ms codec_ms computing_ms step_ms", ".1f", 10),
-    Column("exposed", ".0%"),
-    Column("tflops", ".1f"),
-    Column("step_speedup", ".2f"),
-)
+_STEP_TIMES = tables.alike("ms codec_ms computing_ms step_ms", ".1f", 10)
+_REACHED = (Column("exposed", ".0%"), Column("tflops", ".1f"), Column("step_speedup", ".2f"))
+WHOLE_COLUMNS = (Column("network", width=17), Column("variant", width=7), *_STEP_TIMES, *_REACHED)
 #: Option of ``plan`` on NCCL groups -> its type, its default, its placeholder and its meaning.
 OPTIONS: dict[str, tuple[Any, Any, str, str]] = {
     "path": (
@@ -151,7 +147,7 @@ OPTIONS: dict[str, tuple[Any, Any, str, str]] = {
         "every further GPU of a node)"
     ),
     "tflops": (tables.positive, None, "T", "1e12 operations per second of a GPU that computes: adds the time of the whole step"),
-    "tokens": (tables.count(1e9), None, "K", "tokens of a GPU in a micro-batch; goes with --tflops"),
+    "tokens": (tables.count(1e9), None, "K", "tokens of a GPU in a micro-batch; goes with --tflops, or with experts that ranks share out"),
     "flops": (tables.positive, FLOPS, "F", f"operations for a parameter and a token ({FLOPS:g}; 6 where activations are kept)"),
     "overlap": (float, 0.0, "S", "share of the computing that hides communication (0)"),
     "plot": (str, None, "PNG", "draw the time of a step for up to --gpus GPUs (needs matplotlib)"),
@@ -166,12 +162,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def refuse(args: argparse.Namespace) -> None:
-    """Refuse the options of whole steps.
-
-    Raises:
-        ToolError: there is one.
-    """
+    """Refuse the options of whole steps."""
     given = [f"--{name}" for name, (_, default, *_) in OPTIONS.items() if getattr(args, name) != default]
+    given = [option for option in given if option != "--tokens" or args.moe is None]
     if given:
         raise ToolError(f"{', '.join(given)}: the time of a whole step is planned for NCCL groups alone")
 
@@ -186,7 +179,7 @@ def computing(args: argparse.Namespace) -> Computing | None:
         raise ToolError(f"--path must be above 0 and --hop at least 0, got {args.path:g} and {args.hop or 0:g}")
     if not 0 <= args.overlap <= 1:
         raise ToolError(f"--overlap is wanted from 0 to 1, got {args.overlap:g}")
-    if args.tflops is None and args.tokens is None and args.plot is None:
+    if args.tflops is None and (args.tokens is None or args.moe) and args.plot is None:
         return None
     if args.tflops is None or args.tokens is None:
         raise ToolError(f"the time of a step wants --tflops and --tokens, got {args.tflops} and {args.tokens}")
@@ -202,18 +195,13 @@ def whole_steps(args: argparse.Namespace, communication: Sequence[Row], work: Co
         if row["what"] == TOTAL:
             time = step_time(busy, row["ms"] / 1e3, row["codec_ms"] / 1e3, work.overlap)
             plain.setdefault(row["network"], time.total)
-            yield row | {
-                "gpus": args.gpus,
-                "computing_ms": 1e3 * busy,
-                "step_ms": 1e3 * time.total,
-                "exposed": time.share,
-                "tflops": work.operations(args.active, args.accumulation) / time.total / 1e12,
-                "step_speedup": plain[row["network"]] / time.total,
-            }
+            reached = work.operations(args.active, args.accumulation) / time.total / 1e12
+            row |= {"gpus": args.gpus, "computing_ms": 1e3 * busy, "step_ms": 1e3 * time.total, "exposed": time.share}
+            yield row | {"tflops": reached, "step_speedup": plain[row["network"]] / time.total}
 
 
 def counts(args: argparse.Namespace) -> list[int]:
     """Numbers of GPUs of the picture: two nodes, four, eight and so on, and all."""
-    nodes = args.gpus // args.gpus_per_node
-    doubled = (2**power for power in range(1, nodes.bit_length()))
-    return [args.gpus_per_node * count for count in sorted({*doubled, nodes})]
+    each, nodes = args.gpus_per_node, args.gpus // args.gpus_per_node
+    counts = sorted({2**power for power in range(1, nodes.bit_length())} | {nodes})
+    return [each * count for count in counts if not each * count % args.expert_parallel]

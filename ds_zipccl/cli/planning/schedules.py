@@ -4,7 +4,7 @@ those of devices. Both tables list the plain schedule first and name the one tha
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -16,7 +16,7 @@ from ds_zipccl.cli.planning.operations import CHANGED, CODED, COPIED, EXPONENTS,
 from ds_zipccl.cli.planning.speeds import DeviceCodec, Network, behind
 from ds_zipccl.ops import TRAFFIC
 from ds_zipccl.policy import base_copies, cost_model
-from ds_zipccl.policy.cost_model import GATHER, SUM, DeviceProfile, LinkProfile, Topology, lossy_size
+from ds_zipccl.policy.cost_model import ALL_TO_ALL, GATHER, SUM, DeviceProfile, LinkProfile, Topology, lossy_size
 
 Row = dict[str, Any]
 
@@ -53,11 +53,7 @@ def codings(args: argparse.Namespace, exponents: Coding, wanted: Iterable[str]) 
 
 
 def about_lossy(args: argparse.Namespace, exponents: Coding) -> str:
-    """Return a line about the codec of gradients that ``args`` name.
-
-    Raises:
-        ToolError: it sends more than no codec.
-    """
+    """Return a line about the codec of gradients that ``args`` name."""
     bits, error, lossless = _lossy_bits(args, exponents)
     sizes = f"{bits:.2f} bits per value instead of {lossless:.2f}"
     return f"{args.gradients}: {sizes}, relative L2 error {error:.3g} per rounding; as fast as exponents"
@@ -80,10 +76,6 @@ class HostSchedules:
     args: argparse.Namespace
     codings: dict[str, Coding]
     plain: str = PLAIN
-
-    @property
-    def names(self) -> Row:
-        return {}
 
     def lines(self) -> list[StepTraffic]:
         return step.traffic(self.args)
@@ -129,10 +121,10 @@ class HostSchedules:
 
     def _ranks(self, op: str, schedule: str) -> tuple[int, float, float]:
         """The ranks that share a part of the tensor, this part, and the part of the sent bytes that leaves the node. Plain operations and
-        coded gathers go by nodes, the GPUs with the same place in all nodes together; our sums, with the bits of gloo's, from each GPU to
-        each other one."""
+        coded gathers go by nodes, the GPUs with the same place in all nodes together; our sums, with the bits of gloo's, and exchanges from
+        each GPU to each other one."""
         gpus, per_node = self.args.gpus, self.args.gpus_per_node
-        if schedule == CODED and TRAFFIC[op].sums:
+        if op == "all_to_all" or (schedule == CODED and TRAFFIC[op].sums):
             return gpus, 1.0, (gpus - per_node) / (gpus - 1)
         return gpus // per_node, 1 / per_node, 1.0
 
@@ -167,7 +159,7 @@ COPY = HASH / 2
 #: Speed of the codec with a base, in parts of its speed without (seed: by the bytes of memory that it moves, 4.3 and 3.4 a bf16 word).
 BASE_SPEED = 0.79
 #: Kinds of the model that an operation consists of.
-_KINDS = {"all_gather": (GATHER,), "reduce_scatter": (SUM,), "all_reduce": (SUM, GATHER)}
+_KINDS = {"all_gather": (GATHER,), "reduce_scatter": (SUM,), "all_reduce": (SUM, GATHER), "all_to_all": (ALL_TO_ALL,)}
 OWNERS = "owners"
 #: Part of the ranks from which on a bucket counts as owned by all: their parts are padded to equal ones.
 _EVEN = 0.9
@@ -189,10 +181,6 @@ class DeviceSchedules:
         speed = behind(network.reach * network.of_node(args.gpus_per_node), 1e9 * args.path)
         delays = {} if args.hop is None else {"hop": args.hop / 1e6, "step": 0.0}
         return cls(args, DeviceProfile(speed, encode=codec.encode, decode=codec.decode, **delays), network.text)
-
-    @property
-    def names(self) -> Row:
-        return {"network": self.network}
 
     @cached_property
     def topology(self) -> Topology:
@@ -314,3 +302,44 @@ class DeviceSchedules:
             return self._copied(nbytes)
         both = sum(cost_model.coding_seconds(kind, nbytes, self.topology, self.profile))
         return both if line.coding == EXPONENTS else both / BASE_SPEED + nbytes / HASH + self._copies(nbytes)
+
+
+# ---- mixtures of experts -----------------------------------------------------------------------------
+
+Schedules = HostSchedules | DeviceSchedules
+
+
+def groups(found: Schedules) -> Iterator[tuple[str, Schedules, list[StepTraffic]]]:
+    """Yield the lines of a step with their schedules, and the word for their parameters. ``found``: those among all ranks.
+
+    ``args.expert_parallel`` ranks, one after the other as DeepSpeed orders them, share the experts of ``args.moe`` out and exchange tokens.
+    The ranks that hold the same experts, one of each such group, move the parameters of these; all ranks move the others.
+    """
+    args, moe, shared = found.args, found.args.moe, found.args.expert_parallel
+    if moe is None:
+        yield "", found, found.lines()
+        return
+    each, own = args.gpus_per_node, moe.routed // shared
+    others = args.params - moe.routed
+    trained = args.trainable and min(args.trainable, others)  # LoRA adapts no experts
+
+    def among(params: int, trainable: float | None, gpus: int, per_node: int, **more: Any) -> Schedules:
+        live = round(args.live * params / (others + own))  # DeepSpeed counts all parameters that are gathered
+        more |= {"params": params, "trainable": trainable, "live": live, "gpus": gpus, "gpus_per_node": per_node}
+        options = argparse.Namespace(**vars(args) | more)
+        if isinstance(found, HostSchedules):
+            return replace(found, args=options)  # the speeds are of a GPU
+        speed = found.profile.network * per_node / each  # the other ranks of a node do the same in other groups
+        return replace(found, args=options, profile=replace(found.profile, network=speed))
+
+    dense = among(others, trained, args.gpus, each)
+    yield "", dense, dense.lines()
+    if shared < args.gpus:
+        left = trained and (args.trainable - trained) / shared
+        same = among(own, left, args.gpus // shared, max(1, each // shared))
+        yield "experts, ", same, same.lines()
+    # Tokens to the experts and back, and their gradients. Inside nodes hosts exchange for free.
+    if args.tokens and (shared > each or isinstance(found, DeviceSchedules)):
+        tokens = args.tokens * moe.experts[1] * moe.hidden
+        layers = among(4 * len(moe.sparse) * tokens, None, shared, min(shared, each), bucket=None)
+        yield "", layers, [StepTraffic(step.EXCHANGES, "all_to_all", tokens, args.accumulation)]

@@ -17,7 +17,7 @@ STAGES = (0, 1, 2, 3)
 _HALVES = {"bf16": "bfloat16", "bfloat16": "bfloat16", "fp16": "float16"}
 _BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu")
 #: Key of a config with traffic that depends on the layers of the model -> roles of this traffic.
-_LAYERED = {"tensor_parallel": "tp", "sequence_parallel_size": "sp", "expert_parallel": "ep", "pipeline": "pp"}
+_LAYERED = {"tensor_parallel": "tp", "sequence_parallel_size": "sp", "pipeline": "pp"}
 
 
 @dataclass(frozen=True)
@@ -34,6 +34,7 @@ class UserJob:
     accumulation: int
     buckets: Buckets
     round_robin: bool
+    expert_parallel: int
     notes: tuple[str, ...]
     content: Mapping[str, Any] = field(default_factory=dict, repr=False)
 
@@ -48,6 +49,7 @@ class UserJob:
             "delta": config.delta,
             "zero3_base": config.zero3_base,
             "round_robin": self.round_robin,
+            "expert_parallel": self.expert_parallel,
             "gradients": config.lossy_of("zero_grad"),
             "section": config,
             "buckets": self.buckets,
@@ -72,6 +74,7 @@ def read(path: str, ranks: int | None = None) -> UserJob:
     for key, role in _LAYERED.items():
         if content.get(key) not in (None, False, 1, {}):
             reader.notes.append(f"{key}: traffic of role {role} depends on the model's layers and is not predicted")
+    experts = reader.section(content, "expert_parallel")
     prefetch = reader.whole(zero, "stage3_prefetch_bucket_size", PREFETCH, least=0)
     return UserJob(
         config,
@@ -85,6 +88,7 @@ def read(path: str, ranks: int | None = None) -> UserJob:
             _kept(reader, zero, prefetch),
         ),
         zero.get("round_robin_gradients") is True,
+        reader.whole(experts, "autoep_size", 1) if experts.get("enabled") is True else 1,
         tuple(reader.notes),
         content,
     )
