@@ -170,6 +170,11 @@ FAST = {NCCL: "--network 8x400gbit/node", GLOO: GLOO.replace("5gbit", "800gbit")
         ({"mode": "never", "roles": {"zero_grad": "always"}}, GLOO, "coded plain", 'with "mode": "never" and "roles": '),
         ({"reduction": "plain"}, GLOO, "plain coded", 'with "reduction": "plain" 5.03 s'),
         ({"roles": {"zero_grad": "always"}}, FAST[GLOO], "coded plain", 'with "roles": {"zero_grad": "always"} as long'),
+        # Gathers of 100 MB and, of 20 MB, the last one's; gradients of 1 GB.
+        ({"min_bytes": 1 << 28, "reduction": "fp32"}, NCCL, "coded plain", '"min_bytes": 268435456'),
+        ({"nccl_min_bytes": 1 << 30, "nccl": "on"}, NCCL, "plain plain", 'and "nccl_min_bytes": 1073741824'),
+        ({"nccl_min_bytes": 1 << 30, "min_bytes": 1 << 28}, GLOO, "coded plain", 'with "min_bytes": 268435456 '),
+        ({"reduction": "match"}, NCCL, "plain coded", 'with "reduction": "match" '),
     ],
 )  # fmt: skip
 def test_the_section_decides(section: dict[str, Any], place: str, how: str, said: str, tmp_path: Path, capsys: Any) -> None:  # fmt: skip

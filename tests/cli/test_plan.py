@@ -190,21 +190,21 @@ def test_speeds_of_differences(
     assert line["ms"] == pytest.approx(1e3 * (20 * 1e-6 + 2e9 / 4e9 + shard + 2 * (1e-5 + shard)), rel=1e-3)
 
 
+HOST, QUARTER = "of the host's memory on each node, once for all its GPUs", "a quarter of what is free there"
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
         ("", "auto keeps frozen parameters; all are trained here, see --trainable"),
-        (
-            "--trainable 2e8",
-            "auto keeps 8e+08 frozen parameters: 1.6 GB of every node, at most a quarter of its free memory",
-        ),
-        ("--zero3-base host", "host takes 2 GB of every node"),
-        ("--zero3-base device --dtype fp32", "device takes 4 GB of every GPU"),
+        ("--trainable 2e8", f"auto keeps 8e+08 frozen parameters in 1.6 GB {HOST}; those beyond {QUARTER} are sent, coded"),
+        ("--zero3-base host", f"host takes 2 GB {HOST}; a job with less stops at its start"),
+        ("--zero3-base device --dtype fp32", "device takes 4 GB of each GPU"),
         ("--zero3-base off", ""),
         ("--delta off", ""),
         ("--zero 2", ""),
     ],
-)
+)  # fmt: skip
 def test_the_memory_of_bases_is_said(
     tmp_path: Path, fast: str, capsys: pytest.CaptureFixture[str], words: str, said: str
 ) -> None:
@@ -421,7 +421,7 @@ def test_the_headline_is_answered(capsys: pytest.CaptureFixture[str]) -> None:
     words = "plan --params 7e9 --trainable 20e6 --gpus 16 --network".split()
     assert main([*words, *"10gbit-tcp/node --gpu-profile assumed-1.0".split()]) == 0
     printed = capsys.readouterr().out
-    assert "memory: zero3_base auto keeps 6.98e+09 frozen parameters: 13.96 GB of every node" in printed
+    assert "memory: zero3_base auto keeps 6.98e+09 frozen parameters in 13.96 GB of the host's memory" in printed
     assert printed.splitlines()[-1] == (
         "answer, 10gbit-tcp/node: plain communication takes 23 s a step, with the default config 0.61 s (37.7 times less)"
     )
