@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from commands import assert_refused, content, outcome
+from commands import Capture, assert_refused, content, outcome
 from places import ROOT
 
 from ds_zipccl.__main__ import main
@@ -160,9 +160,7 @@ def line_of(rows: list[dict[str, Any]], what: str, variant: str) -> dict[str, An
     return next(row for row in rows if (row["what"], row["variant"]) == (what, variant))
 
 
-def test_speeds_of_differences(
-    tmp_path: Path, fast: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_speeds_of_differences(tmp_path: Path, fast: str, monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
     words = ["--gpus-per-node", "1"]
     planned(tmp_path, *words, "--zero", "2", "--profile", fast)
     assert f"{fast} has no speeds of differences and copies: planned as fast as exponents" in capsys.readouterr().out
@@ -205,9 +203,7 @@ HOST, QUARTER = "of the host's memory on each node, once for all its GPUs", "a q
         ("--zero 2", ""),
     ],
 )  # fmt: skip
-def test_the_memory_of_bases_is_said(
-    tmp_path: Path, fast: str, capsys: pytest.CaptureFixture[str], words: str, said: str
-) -> None:
+def test_the_memory_of_bases_is_said(tmp_path: Path, fast: str, capsys: Capture, words: str, said: str) -> None:
     planned(tmp_path, "--profile", fast, *words.split())
     found = [line for line in capsys.readouterr().out.splitlines() if line.startswith("memory:")]
     assert found == ([f"memory: zero3_base {said}"] if said else [])
@@ -352,9 +348,7 @@ def test_lossy_gradients_of_a_plan(stage: str, tmp_path: Path, fast: str, capsys
         assert (row["ms"] < exact["ms"]) == lossy
 
 
-def test_a_plan_says_where_lossy_gradients_cost_time(
-    tmp_path: Path, fast: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_plan_says_where_lossy_gradients_cost_time(tmp_path: Path, fast: str, capsys: Capture) -> None:
     """On a fast link the codec is slower than the link."""
     Path(fast).write_text(json.dumps(content(Path(fast)) | dict.fromkeys(("encode", "decode", "add"), 1e8)))
     words = ("--gpus-per-node", "1", "--profile", fast, "--ratio", "1.5", "--zero", "3")
@@ -490,7 +484,7 @@ def test_bases_of_zero3(tmp_path: Path) -> None:
 
 
 def test_measured_codecs_take_the_place_of_assumed_ones(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
 ) -> None:
     row = {"route": "native", "codec": "cascade", "dtype": "bfloat16", "mib": 64, "ratio": 1.5}
     path = tmp_path / "cuda.json"

@@ -54,7 +54,7 @@ def read(path: str, ranks: int | None = None, hidden: int | None = None) -> User
         ToolError: the file cannot be read or is no JSON object, the section is invalid or misspelled, or a value is not possible.
     """
     content = tables.read_json(path, "the DeepSpeed config of the job ")
-    reader = Reader(path, [], filled={key: int(part * hidden * hidden) for key, part in _FILLED.items()} if hidden else {})
+    reader = Reader(path, [], filled={key: int(x * hidden * hidden) for key, x in _FILLED.items()} if hidden else {})
     config = _section(path, content, reader.notes)
     zero = reader.section(content, "zero_optimization")
     stage = reader.whole(zero, "stage", 0, least=0)
@@ -147,7 +147,7 @@ class Reader:
         if found == AUTO and default is not None:
             whence = "the default; the trainer may fill in another"
             if key in self.filled:
-                default, whence = self.filled[key], "as Trainer and Accelerate do by the model's width"
+                default, whence = self.filled[key], "as Trainer and Accelerate fill it in by hidden_size"
             self.notes.append(f'{key} is "{AUTO}": {default} taken, {whence}')
             return default
         if isinstance(found, bool) or not isinstance(found, (int, float)) or found != found // 1 or found < least:
