@@ -177,7 +177,7 @@ FAST = {NCCL: "--network 8x400gbit/node", GLOO: GLOO.replace("5gbit", "800gbit")
         ({"nccl_min_bytes": 1 << 30, "nccl": "on"}, NCCL, "plain plain", 'and "nccl_min_bytes": 1073741824'),
         ({"nccl_min_bytes": 1 << 30, "min_bytes": 1 << 28, "zero3_base_mib": 1}, GLOO, "coded plain", '5456 and "zero3_base_mib": 1 5.03'),
         ({"reduction": "match"}, f"{NCCL} --gpu-profile assumed-1.0", "plain coded", '"match" 0.239 s (1.32 times less)\n'),
-        ({"zero3_base_mib": 572}, f"{GLOO} --trainable 1e8", "coded coded", "those beyond zero3_base_mib (572 MiB) are sent, coded"),
+        ({"zero3_base_mib": 572}, f"{GLOO} --trainable 1e8", "coded coded", "as far as zero3_base_mib (572 MiB) allows; the rest is"),
         ({"reduction": "match", "nccl": "on", "mode": "never"}, NCCL, "plain plain", '"mode": "never" and "reduction": "match"'),
     ],
 )  # fmt: skip
@@ -219,7 +219,7 @@ def test_computing_is_of_the_parameters_that_a_token_uses(tmp_path: Path) -> Non
 
 
 def test_jobs_that_are_refused(tmp_path: Path, capsys: Capture) -> None:
-    fsdp2 = "FSDP2 needs no such config but ds_zipccl.fsdp.apply(model), and plan --zero 3 predicts it"
+    fsdp2 = "FSDP2 takes ds_zipccl.fsdp.apply(model) in place of a config; plan --zero 3 predicts it, on NCCL"
     match = {"zipccl": {"enabled": True, "reduction": "match", "nccl": "on"}}
     for said, keys in {
         fsdp2: {"zero_optimization": {"stage": 0}},

@@ -195,7 +195,7 @@ HOST, QUARTER = "of the host's memory on each node, once for all its GPUs", "a q
     ("words", "said"),
     [
         ("", "auto keeps frozen parameters; all are trained here, see --trainable"),
-        ("--trainable 2e8", f"auto keeps 8e+08 frozen parameters in 1.6 GB {HOST}; those beyond {QUARTER} are sent, coded"),
+        ("--trainable 2e8", f"auto keeps 8e+08 frozen parameters in 1.6 GB {HOST}, as far as {QUARTER} allows; the rest is sent"),
         ("--zero3-base host", f"host takes 2 GB {HOST}; a job with less stops at its start"),
         ("--zero3-base device --dtype fp32", "device takes 4 GB of each GPU"),
         ("--zero3-base off", ""),

@@ -68,7 +68,7 @@ def unpredicted(job: UserJob, device: str, backend: str, settled: Settled | None
     if codec is not None and codec.matrices:
         return f"gradients go by {codec}, and the size of its frames depends on the layers of the model"
     if job.stage == 0:
-        fsdp = "FSDP2 needs no such config but ds_zipccl.fsdp.apply(model), and plan --zero 3 predicts it, on NCCL with --zero3-base off"
+        fsdp = "FSDP2 takes ds_zipccl.fsdp.apply(model) in place of a config; plan --zero 3 predicts it, on NCCL with --zero3-base off"
         return f"ZeRO stage 0 has no prediction: wanted is stage 1, 2 or 3; {fsdp}"
     if backend in admission.STREAM_BACKENDS and (settled is None or settled.profile is None):
         return "nothing of this job is coded" if settled is None else f"{settled}"

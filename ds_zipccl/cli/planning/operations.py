@@ -153,7 +153,7 @@ def base_memory(args: argparse.Namespace) -> Iterator[str]:
     if frozen:
         mib = args.section.zero3_base_mib
         most = f"zero3_base_mib ({mib} MiB)" if mib else "a quarter of what is free there"
-        told["auto"] = f"keeps {frozen:.4g} frozen parameters in {host}; those beyond {most} are sent, coded"
+        told["auto"] = f"keeps {frozen:.4g} frozen parameters in {host}, as far as {most} allows; the rest is sent"
     yield f"memory: zero3_base {args.zero3_base} {told[args.zero3_base]}"
 
 
