@@ -82,17 +82,9 @@ def main(args: argparse.Namespace) -> int:
 
 
 def _columns(name_width: int) -> tuple[Column, ...]:
-    return (
-        Column("name", width=name_width),
-        Column("dtype", width=13),
-        Column("numel", ",d", 13),
-        Column("zeros", ".1%", 6),
-        *tables.alike("entropy block_entropy", ".3f"),
-        Column("bound", ".3f", 6),
-        Column("ratio", ".3f", 7),
-        Column("wrong", "d"),
-        Column("modes"),
-    )
+    sizes = (Column("name", width=name_width), Column("dtype", width=13), Column("numel", ",d", 13))
+    found = (*tables.alike("entropy block_entropy", ".3f"), Column("bound", ".3f", 6), Column("ratio", ".3f", 7))
+    return (*sizes, Column("zeros", ".1%", 6), *found, Column("wrong", "d"), Column("modes"))
 
 
 def _synthetic(args: argparse.Namespace) -> Iterable[tuple[str, Loader]]:

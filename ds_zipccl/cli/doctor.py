@@ -17,9 +17,9 @@ than 30 s once. Lines:
   plain_ms: the backend's own schedules. coded_ms: coded schedules; on NCCL groups those that the job chooses. choice: the schedule of the
   mode of the role, by which ms follows; reason: why a line passes. Mode auto also has raw frames, which are not predicted.
 
-Roles other than zero_param and zero_grad are not predicted. The ratio is that of ``--sample``, tensors as the job sends them, or of normal
-values. Communication that overlaps with computing costs less than predicted, coded or not. Several ranks of a node share a link:
-predictions are of one rank per node. ``--trainable`` and ``--adapter`` are those of ``plan``.
+Roles other than zero_param and zero_grad are not predicted. FSDP2 has no config for the doctor: ``plan --zero 3`` predicts it. The ratio is
+that of ``--sample``, tensors as the job sends them, or of normal values. Communication that overlaps with computing costs less than
+predicted, coded or not. Several ranks of a node share a link: predictions are of one rank per node.
 
 ``--check`` compares predictions with the trainings of ``bench train`` on shaped links, as root: for each ``--link`` and workload the
 measured and the predicted factor, of communication (``exchange_ms``) and of steps, whose computing time is that of the plain run.
@@ -51,14 +51,8 @@ if TYPE_CHECKING:
     from ds_zipccl.comm.engine import Settled
     from ds_zipccl.policy.cost_model import LinkProfile
 
-COLUMNS = (
-    Column("what", width=20),
-    Column("role", width=10),
-    *tables.alike("plain_ms coded_ms ms", ".1f", 10),
-    Column("speedup", ".2f"),
-    Column("choice", width=9),
-    Column("reason"),
-)
+_TIMES = (*tables.alike("plain_ms coded_ms ms", ".1f", 10), Column("speedup", ".2f"))
+COLUMNS = (Column("what", width=20), Column("role", width=10), *_TIMES, Column("choice", width=9), Column("reason"))
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -146,10 +140,9 @@ def _take_part(args: argparse.Namespace) -> int:
     for name, said in proven.items():
         tables.say(f"kernels: {name}: {said}")
     tables.say(f"hooks: {len(found.reports[0].hooks)} modules of DeepSpeed known, {len(missing)} missing")
-    for line in missing:
+    remedy = _remedy(found) if missing else ""
+    for line in [*missing, *([f"to do: {remedy}"] if missing else [])]:
         tables.say(f"       {line}")
-    if missing:
-        tables.say(f"       to do: {_remedy(found)}")
     more: dict[str, Any] = {
         "backend": found.groups[1],
         "ranks": ranks,
@@ -158,7 +151,7 @@ def _take_part(args: argparse.Namespace) -> int:
         "kernels": proven,
         "hooks": [dict(report.hooks) for report in found.reports],
         "missing": missing,
-        "remedy": _remedy(found) if missing else "",
+        "remedy": remedy,
     }
     rows: list[dict[str, Any]] = []
     if job is not None:
@@ -179,7 +172,8 @@ def _take_part(args: argparse.Namespace) -> int:
 def _read(args: argparse.Namespace) -> tuple[UserJob | None, argparse.Namespace]:
     """Return the job, None without a config, and the options with the sizes of the model's files."""
     ranks = int(os.environ.get("WORLD_SIZE", args.ranks))
-    return user_job.read(args.ds_config, ranks) if args.ds_config else None, model.fill(args)
+    hidden = args.model and model.read(args.model).hidden
+    return user_job.read(args.ds_config, ranks, hidden) if args.ds_config else None, model.fill(args)
 
 
 def _settle(job: UserJob | None, found: Ranks) -> Settled | None:

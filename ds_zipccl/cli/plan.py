@@ -5,15 +5,16 @@
 
 The last line is the answer: seconds of communication of a plain step, with the default config, with the section of --ds-config, and with
 keys that gain more. Options on the command line precede the files of the job. An adapter beside the model counts if --adapter names it.
-Of the section count enabled, mode, roles, reduction, nccl and the keys that are options here. Without gradient_accumulation_steps the
-micro-batches of a step follow from train_batch_size, train_micro_batch_size_per_gpu and --gpus, as in DeepSpeed.
+Of the section count enabled, mode, roles, reduction, nccl, min_bytes, nccl_min_bytes, zero3_base_mib and the keys that are options here.
+Without gradient_accumulation_steps the micro-batches of a step follow from the batch sizes and --gpus, as in DeepSpeed. Buckets that are
+"auto" have the sizes that Trainer and Accelerate fill in for the width of --model.
 
 --network is the speed between nodes, each way. -tcp is for NCCL over TCP, whose collectives reach 85% of it; by RDMA they reach 95%.
 --trainable is for LoRA and partial fine-tuning: only these parameters have gradients, and ZeRO-3 copies the frozen rest out of a base.
 
 The model (formulas: ds_zipccl/policy/cost_model.py): in every micro-batch ZeRO-3 gathers the parameters forward and backward and scatters
 the gradients. ZeRO-2 all-reduces the gradients in every micro-batch, ZeRO-1 once per step; both gather the parameters once per step.
-Operations have DeepSpeed's default sizes. These keys change more than the coding:
+Operations have the sizes of --ds-config, else DeepSpeed's. These keys change more than the coding:
 
 * --owner-only auto: ZeRO-1 and ZeRO-2 send gradients to their owners only, by a reduce_scatter with half the bytes of the all_reduce.
   A bucket that is much smaller than the model has few owners, which take up to twice as long to receive the sums; ms includes that.
@@ -31,7 +32,6 @@ Columns (also the keys of the rows in --json):
 * how: plain, coded, differences, copies (of a base) or lossy. calls: operations per step.
 * wire_gb: 1e9 bytes that a GPU sends between nodes per step. ms: their time. speedup: plain ms / ms.
 
-With --backend gloo a --profile FILE has no speeds of differences and copies: the prediction takes those of exponents, which flatters them.
 Where autoep_size (--expert-parallel) shares experts out, only the ranks with the same ones move their parameters, and --tokens adds the
 exchanges of each layer: 2 forward and 2 backward of all its tokens, with even routing, without those that checkpointing repeats.
 Not predicted: overlap between operations, congestion, the memory and time that coding takes from computing, traffic of pipelines.
@@ -168,10 +168,12 @@ def _with_files(args: argparse.Namespace) -> argparse.Namespace:
     known: dict[str, Any] = {}
     if args.ds_config:
         from ds_zipccl.cli.planning import job as job_plan  # imports torch, which `plan --help` does not need
+        from ds_zipccl.comm.reduction_order import match_refused
         from ds_zipccl.integration import bypassed
 
-        job = user_job.read(args.ds_config, args.gpus)
-        if reason := job_plan.unpredicted(job, "cpu", "gloo"):
+        job = user_job.read(args.ds_config, args.gpus, args.model and model.read(args.model).hidden)
+        refused = match_refused(job.config, args.gpus or 0) if args.backend == "nccl" else ""
+        if reason := job_plan.unpredicted(job, "cpu", "gloo") or refused:
             raise ToolError(f"{args.ds_config}: {reason}")
         known = job.options() | ({"gradients": None} if args.backend == "nccl" else {})
     args = model.fill(args, **known)
@@ -208,8 +210,6 @@ def _on_gloo(args: argparse.Namespace) -> _Groups:
         tables.say(f"        copies of a base: {coded[COPIED].profile.copy / 1e9:.1f} GB/s")
     if args.profile and used & {CHANGED, COPIED}:
         tables.say(f"        {args.profile} has no speeds of differences and copies: planned as fast as exponents")
-    for line in operations.base_memory(args):
-        tables.say(line)
     where = args.network[0].text if args.network else args.profile
     tables.say(f"network: {where}, gloo: {8 * profile.bandwidth / 1e9:.4g} Gbit/s of one GPU\n")
     changed = coded[CHANGED]
@@ -226,8 +226,6 @@ def _on_nccl(args: argparse.Namespace) -> _Groups:
     codec = speeds.device_codec(args.gpu_profile, args.dtype)
     tables.say("model of NCCL groups: no network of GPUs has run these schedules yet")
     tables.say(f"codec: {codec.about}")
-    for line in operations.base_memory(args):
-        tables.say(line)
     found = ((each.text, DeviceSchedules.modelled(args, each, codec)) for each in networks)
     # "Computed" is the word of the documentation for figures of a model.
     return dict(found), DEVICE_COLUMNS, {"codec": codec._asdict(), "made": "Computed"}
@@ -239,6 +237,7 @@ def _about(coding: Coding, *more: str) -> str:
 
 
 def _remarks(args: argparse.Namespace, planned: Sequence[dict[str, Any]]) -> Iterator[str]:
+    yield from operations.base_memory(args)
     if args.expert_parallel > 1 and not (args.moe and args.tokens):
         lacks = "their exchanges of tokens are not predicted without --tokens"
         yield f"experts: {lacks if args.moe else 'all count on every rank; --model without --params tells them apart'}"

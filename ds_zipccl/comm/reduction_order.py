@@ -11,7 +11,7 @@ fp16 and fp32, as in the hardware. A NaN sum of bf16 is 0x7fc0, as in gloo.
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -23,7 +23,7 @@ from ds_zipccl.comm.group_state import GroupState, group_nodes, group_state, res
 from ds_zipccl.comm.shadow_check import Tolerance
 from ds_zipccl.comm.spans import length
 from ds_zipccl.comm.transport import documented_sums
-from ds_zipccl.config import ConfigError, ZipcclConfig
+from ds_zipccl.config import ROLES, ConfigError, ZipcclConfig
 from ds_zipccl.kernels.sums import divide, flushing, settle_nans
 
 
@@ -225,12 +225,10 @@ def arithmetic(
         levels = state.streams(device) and topology.levels(nodes) and topology.ascending(nodes)
         return Sum(summed.op, summed.owned, Reduction("fp32", op, state.size), "lossy", nodes if levels else ())
     if state.streams(device):
-        found = _in_stream_order(state, op, nodes, config, role)
-        return Sum(summed.op, summed.owned, *found)
+        return Sum(summed.op, summed.owned, *_in_stream_order(state, op, nodes, config, role))
     reduction, tolerance = _exactness(config.reduction, state.backend(device), op, state.size)
-    return Sum(
-        summed.op, summed.owned, reduction, tolerance, nodes if reduction.fp32 and topology.levels(nodes) else ()
-    )
+    levels = reduction.fp32 and topology.levels(nodes)
+    return Sum(summed.op, summed.owned, reduction, tolerance, nodes if levels else ())
 
 
 @functools.lru_cache
@@ -241,17 +239,22 @@ def _exactness(kind: str, backend: str, op: str, ranks: int) -> tuple[Reduction,
     return Reduction(kind, op, ranks), "nan" if exact else "rounding"
 
 
+def match_refused(config: ZipcclConfig, ranks: int, roles: Iterable[str] = ROLES) -> str:
+    """Return why sums in match are refused on an NCCL group of ``ranks``; "" where they are not, or no role of these is coded."""
+    coded = config.enabled and config.nccl == "on" and {config.mode_of(role) for role in roles} != {"never"}
+    why = "on NCCL no order of sums is promised by NCCL itself, so that no schedule can have its bits"
+    what = f'"zipccl.reduction" is "match" with "nccl" on, for {ranks} ranks: {why}; match is for gloo, and for NCCL groups of two'
+    return f'{what}; write "auto", "fp32" or "plain"' if config.reduction == "match" and ranks > 2 and coded else ""
+
+
 def _in_stream_order(
     state: GroupState, op: str, nodes: Sequence[Sequence[int]], config: ZipcclConfig, role: str
 ) -> tuple[Reduction, Tolerance, Sequence[Sequence[int]]]:
     """Return the arithmetic on a group in stream order, whose backend promises no order."""
     kind: str = config.reduction
     mode, levels = config.mode_of(role), topology.levels(nodes) and topology.ascending(nodes)
-    if kind == "match" and state.size > 2 and config.enabled and config.nccl == "on" and mode != "never":
-        raise ConfigError(
-            f'"zipccl.reduction" is "match" on an NCCL group of {state.size} ranks: on NCCL no order is promised by NCCL itself, so that '
-            'no schedule can have its bits; match is for gloo, and for NCCL groups of two; write "auto", "fp32" or "plain"'
-        )
+    if refused := match_refused(config, state.size, (role,)):
+        raise ConfigError(refused)
     if kind in ("auto", "match"):  # the sum of two ranks has one order
         world = group_state(None)
         kind = "fp32" if world is None else world.device_sums
@@ -259,8 +262,7 @@ def _in_stream_order(
     suits = levels or (several and all(len(ranks) == 1 for ranks in nodes))
     if kind == "fp32" and mode == "auto" and not suits and not (several and config.reduction == "fp32"):
         kind = "plain"  # in one level ours would send more than the backend's
-    exact = state.size == 2 and op == "SUM"
-    reduction = Reduction(kind, op, state.size)
+    reduction, exact = Reduction(kind, op, state.size), state.size == 2 and op == "SUM"
     return reduction, "nan" if exact else "rounding", nodes if levels and reduction.fp32 else ()
 
 

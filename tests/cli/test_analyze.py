@@ -11,7 +11,7 @@ import from_format
 import numpy as np
 import pytest
 import torch
-from commands import assert_refused, outcome, shannon
+from commands import Capture, assert_refused, outcome, shannon
 from safetensors.torch import save_file
 
 from ds_zipccl import codecs
@@ -116,7 +116,7 @@ class Payload:
 
 
 @pytest.mark.parametrize("zipped", [True, False])
-def test_analyze_never_executes_a_pickle(tmp_path: Path, zipped: bool, capsys: pytest.CaptureFixture[str]) -> None:
+def test_analyze_never_executes_a_pickle(tmp_path: Path, zipped: bool, capsys: Capture) -> None:
     path, proof = tmp_path / "model.pt", tmp_path / "executed"
     torch.save({"x": torch.zeros(3), "y": Payload(proof)}, path, _use_new_zipfile_serialization=zipped)
     assert main(["analyze", str(path)]) == 2
@@ -128,9 +128,7 @@ def test_analyze_never_executes_a_pickle(tmp_path: Path, zipped: bool, capsys: p
     assert proof.exists()  # the trap was a real one
 
 
-def test_analyze_refuses_half_a_file(
-    tensors: dict[str, torch.Tensor], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_analyze_refuses_half_a_file(tensors: dict[str, torch.Tensor], tmp_path: Path, capsys: Capture) -> None:
     for save, path in ((torch.save, tmp_path / "model.pt"), (save_file, tmp_path / "model.safetensors")):
         save(tensors, path)
         path.write_bytes(path.read_bytes()[:3000])
@@ -179,7 +177,7 @@ def test_plot_knows_the_format() -> None:
     assert dict(zip(plots.MODES, counts.modes, strict=True)) == modes
 
 
-def test_plot_without_matplotlib(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_plot_without_matplotlib(monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     monkeypatch.delitem(sys.modules, "ds_zipccl.benchmarks.plots", raising=False)
     assert_refused("analyze - --numel 4K --plot x.png".split(), "pip install matplotlib", capsys)

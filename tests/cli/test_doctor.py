@@ -27,9 +27,10 @@ from ds_zipccl.cli.doctor_ranks import RankReport
 from ds_zipccl.cli.planning import job as job_plan
 from ds_zipccl.cli.planning import operations as step_plan
 from ds_zipccl.cli.planning import speeds, user_job
+from ds_zipccl.comm.engine import Settled
 from ds_zipccl.integration import autoload, hook_points
 from ds_zipccl.policy.admission import PassReason
-from ds_zipccl.policy.cost_model import LinkProfile, predict
+from ds_zipccl.policy.cost_model import DeviceProfile, LinkProfile, Topology, predict
 
 FAST = LinkProfile(((1.0, 1e-5), (1e9, 1.0)), 1e12, 1e12, 1e12, 1e12, 1e12, 1e-6)
 NORMAL = job_plan.Ratios(1.5, 4.0, "")
@@ -79,13 +80,8 @@ def test_files_that_are_no_config(tmp_path: Path) -> None:
 
 
 def test_values_that_a_trainer_fills_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    changes = {
-        "zipccl": None,
-        "bf16": {"enabled": "auto"},
-        "gradient_accumulation_steps": "auto",
-        "tensor_parallel": {"autotp_size": 2},
-    }
-    job = user_job.read(written(tmp_path, **changes))
+    changes = {"zipccl": None, "bf16": {"enabled": "auto"}, "gradient_accumulation_steps": "auto"}
+    job = user_job.read(written(tmp_path, **changes, tensor_parallel={"autotp_size": 2}))
     assert (job.dtype, job.accumulation) == ("bfloat16", 1)
     assert (job.buckets.reduce, job.buckets.gather) == (4_000_000, 2_000_000)
     said = "\n".join(job.notes)
@@ -183,6 +179,10 @@ def test_a_job_with_frozen_parameters(tmp_path: Path, monkeypatch: pytest.Monkey
     assert found["gradients"]["plain_ms"] == pytest.approx(1e3 * predict("reduce_scatter", "gloo", 2e6, 2, FAST))
     assert rows(mode="never")["frozen, forward"]["choice"] == "plain"
     assert rows(zero3_base="off")["frozen, forward"]["choice"] == "coded"
+    part = rows(zero3_base_mib=63)  # a third of them has bases: the rest, coded, stands last
+    assert part["frozen, backward"]["choice"] == "coded"
+    assert part["frozen, backward"]["plain_ms"] == pytest.approx(gathered * (1 - 63 * 2**20 / 1.98e8), rel=1e-3)
+    assert part["total"]["plain_ms"] == pytest.approx(found["total"]["plain_ms"], rel=1e-3)
 
 
 def test_lines_that_pass_and_why(tmp_path: Path) -> None:
@@ -201,6 +201,11 @@ def test_lines_that_pass_and_why(tmp_path: Path) -> None:
     *lines, total = job_plan.predict(job, PARAMS, 2, slow, NORMAL)
     assert all(row["reason"].startswith(PassReason.PLAIN_IS_FASTER.value) for row in lines)
     assert total["speedup"] == 1
+    settled = Settled("cuda", Topology(2, 1), DeviceProfile(1e8), None, "fp32", 0.0)
+    for least, reason in ((4_000_000, ""), (4_000_001, PassReason.SMALL.value)):
+        on = {"enabled": True, "delta": "off", "nccl": "on", "nccl_min_bytes": least}
+        rows = job_plan.predict_on_device(user_job.read(written(tmp_path, zipccl=on)), PARAMS, settled, NORMAL)
+        assert [row["reason"] for row in rows] == ["", reason, ""]
 
 
 def explained(job: user_job.UserJob, **changes: Any) -> str:
@@ -383,10 +388,7 @@ def _run(rank: int, config: str, *words: str) -> dict[str, Any]:
     return {"status": status, "text": text.getvalue()}
 
 
-def _rank(folder: Path) -> None:
-    rank = int(os.environ["RANK"])
-    own = folder / f"configs{rank}"
-    own.mkdir()
+def _rank(folder: Path, rank: int, own: Path) -> list[dict[str, Any]]:
     good = written(own)
     done = [_run(rank, good if rank == 0 else str(own / "missing.json"))]
     written(own, gradient_accumulation_steps=1 + rank)
@@ -399,20 +401,16 @@ def _rank(folder: Path) -> None:
         module = importlib.import_module(name)
         hooks.adopt = None  # type: ignore[assignment]
         autoload._adjust(module)
-    done.append(_run(rank, good, "--step-ms", "100", "--explain", "--json", str(folder / "doctor.json")))
-    (folder / f"rank{rank}.json").write_text(json.dumps(done))
+    return [*done, _run(rank, good, "--step-ms", "100", "--explain", "--json", str(folder / "doctor.json"))]
 
 
-def _streams(folder: Path) -> None:
+def _streams(folder: Path, rank: int, own: Path) -> list[dict[str, Any]]:
     import shim
 
     from ds_zipccl.comm import topology
     from ds_zipccl.integration import start_line
 
     shim.install()
-    rank = int(os.environ["RANK"])
-    own = folder / f"configs{rank}"
-    own.mkdir()
     good = written(own, zero_optimization={"stage": 3})
     topology.here = lambda: f"node {rank}"  # type: ignore[assignment]
     start_line.device_here = lambda: ("cpu", shim.NAME)  # type: ignore[assignment]
@@ -422,9 +420,12 @@ def _streams(folder: Path) -> None:
     written(own, zero_optimization={"stage": 3})
     if rank:
         start_line.device_here = lambda: ("cpu", "gloo")  # type: ignore[assignment]
-    done.append(_run(rank, good))
-    (folder / f"rank{rank}.json").write_text(json.dumps(done))
+    return [*done, _run(rank, good)]
 
 
 if __name__ == "__main__":
-    (_streams if "streams" in sys.argv else _rank)(Path(sys.argv[1]))
+    folder, rank = Path(sys.argv[1]), int(os.environ["RANK"])
+    own = folder / f"configs{rank}"
+    own.mkdir()
+    done = (_streams if "streams" in sys.argv else _rank)(folder, rank, own)
+    (folder / f"rank{rank}.json").write_text(json.dumps(done))

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
-from commands import assert_refused, outcome
+from commands import Capture, assert_refused, outcome
 from places import ROOT
 
-from ds_zipccl.cli import ToolError
+from ds_zipccl.cli import ToolError, doctor
 from ds_zipccl.cli.planning import model, user_job
 from ds_zipccl.policy.cost_model import EXCHANGE_S, NVLINK, RDMA_REACH
 
@@ -127,7 +129,7 @@ JOB = {
 }
 
 
-def test_a_plan_of_a_job_from_its_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_plan_of_a_job_from_its_files(tmp_path: Path, capsys: Capture) -> None:
     """The files stand for options, and an option precedes a file. An adapter counts where it is named."""
     job = JOB | {"zipccl": {"enabled": True, "delta": "off", "nccl": "on"}}
     files = f"plan --ds-config {written(tmp_path, job, 'ds.json')} --model {written(tmp_path, LLAMA)}"
@@ -173,6 +175,13 @@ FAST = {NCCL: "--network 8x400gbit/node", GLOO: GLOO.replace("5gbit", "800gbit")
         ({"mode": "never", "roles": {"zero_grad": "always"}}, GLOO, "coded plain", 'with "mode": "never" and "roles": '),
         ({"reduction": "plain"}, GLOO, "plain coded", 'with "reduction": "plain" 5.03 s'),
         ({"roles": {"zero_grad": "always"}}, FAST[GLOO], "coded plain", 'with "roles": {"zero_grad": "always"} as long'),
+        # Messages of gathers have 100 MB, of gradients 1 GB.
+        ({"min_bytes": 1 << 28, "reduction": "fp32"}, NCCL, "coded plain", '"min_bytes": 268435456'),
+        ({"nccl_min_bytes": 1 << 30, "nccl": "on"}, NCCL, "plain plain", 'and "nccl_min_bytes": 1073741824'),
+        ({"nccl_min_bytes": 1 << 30, "min_bytes": 1 << 28, "zero3_base_mib": 1}, GLOO, "coded plain", '5456 and "zero3_base_mib": 1 5.03'),
+        ({"reduction": "match"}, f"{NCCL} --gpu-profile assumed-1.0", "plain coded", '"match" 0.239 s (1.32 times less)\n'),
+        ({"zero3_base_mib": 572}, f"{GLOO} --trainable 1e8", "coded coded", "as far as zero3_base_mib (572 MiB) allows; the rest is"),
+        ({"reduction": "match", "nccl": "on", "mode": "never"}, NCCL, "plain plain", '"mode": "never" and "reduction": "match"'),
     ],
 )  # fmt: skip
 def test_the_section_decides(section: dict[str, Any], place: str, how: str, said: str, tmp_path: Path, capsys: Any) -> None:  # fmt: skip
@@ -233,3 +242,29 @@ def test_ranks_share_experts_out(shared: int, same: int, nodes: int, tmp_path: P
     outcome(tmp_path, words.partition(" --tokens")[0] + " --network 8x100gbit/node")
     told = capsys.readouterr().out
     assert f"; {128 // shared} experts on every rank\n" in told and "tokens are not predicted without --tokens" in told
+
+
+def test_jobs_that_are_refused(tmp_path: Path, capsys: Capture) -> None:
+    fsdp2 = "FSDP2 takes ds_zipccl.fsdp.apply(model) in place of a config; plan --zero 3 predicts it, on NCCL"
+    match = {"zipccl": {"enabled": True, "reduction": "match", "nccl": "on"}}
+    for said, keys in {
+        fsdp2: {"zero_optimization": {"stage": 0}},
+        'with "nccl" on, for 16 ranks: on NCCL': match,
+    }.items():
+        words = f"plan --ds-config {written(tmp_path, JOB | keys, 'ds.json')} --params 1e9 --gpus 16 {NCCL}"
+        assert_refused(words.split(), said, capsys)
+
+
+def test_auto_is_what_trainers_fill_in(tmp_path: Path) -> None:
+    """Of Trainer by its own code; in the doctor and in the plan."""
+    trainer = pytest.importorskip("transformers.integrations.deepspeed")
+    zero = {"stage": 3} | dict.fromkeys(("reduce_bucket_size", "stage3_prefetch_bucket_size"), "auto")
+    files = {"ds_config": written(tmp_path, {"zero_optimization": zero}, "ds.json"), "model": written(tmp_path, LLAMA)}
+    job, _ = doctor._read(argparse.Namespace(**files, ranks=2, params=None, trainable=None, adapter=None))
+    config = trainer.HfTrainerDeepSpeedConfig({"zero_optimization": zero})
+    config.trainer_config_finalize(Mock(get_warmup_steps=int), Mock(config=Mock(hidden_size=4096)), 1)
+    _, reduce, prefetch = config.config["zero_optimization"].values()
+    assert job is not None and (job.buckets.reduce, job.buckets.prefetch) == (reduce, prefetch)
+    assert f"{reduce} taken, as Trainer and Accelerate fill it in by hidden_size" in str(job.notes)
+    words = f"plan --ds-config {files['ds_config']} --model {files['model']} --gpus 16 {NCCL}"
+    assert -(-8030261248 // reduce) in {row["calls"] for row in outcome(tmp_path, words)["rows"]}

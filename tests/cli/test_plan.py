@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from commands import assert_refused, content, outcome
+from commands import Capture, assert_refused, content, outcome
 from places import ROOT
 
 from ds_zipccl.__main__ import main
@@ -160,9 +160,7 @@ def line_of(rows: list[dict[str, Any]], what: str, variant: str) -> dict[str, An
     return next(row for row in rows if (row["what"], row["variant"]) == (what, variant))
 
 
-def test_speeds_of_differences(
-    tmp_path: Path, fast: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_speeds_of_differences(tmp_path: Path, fast: str, monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
     words = ["--gpus-per-node", "1"]
     planned(tmp_path, *words, "--zero", "2", "--profile", fast)
     assert f"{fast} has no speeds of differences and copies: planned as fast as exponents" in capsys.readouterr().out
@@ -190,24 +188,22 @@ def test_speeds_of_differences(
     assert line["ms"] == pytest.approx(1e3 * (20 * 1e-6 + 2e9 / 4e9 + shard + 2 * (1e-5 + shard)), rel=1e-3)
 
 
+HOST, QUARTER = "of the host's memory on each node, once for all its GPUs", "a quarter of what is free there"
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
         ("", "auto keeps frozen parameters; all are trained here, see --trainable"),
-        (
-            "--trainable 2e8",
-            "auto keeps 8e+08 frozen parameters: 1.6 GB of every node, at most a quarter of its free memory",
-        ),
-        ("--zero3-base host", "host takes 2 GB of every node"),
-        ("--zero3-base device --dtype fp32", "device takes 4 GB of every GPU"),
+        ("--trainable 2e8", f"auto keeps 8e+08 frozen parameters in 1.6 GB {HOST}, as far as {QUARTER} allows; the rest is sent"),
+        ("--zero3-base host", f"host takes 2 GB {HOST}; a job with less stops at its start"),
+        ("--zero3-base device --dtype fp32", "device takes 4 GB of each GPU"),
         ("--zero3-base off", ""),
         ("--delta off", ""),
         ("--zero 2", ""),
     ],
-)
-def test_the_memory_of_bases_is_said(
-    tmp_path: Path, fast: str, capsys: pytest.CaptureFixture[str], words: str, said: str
-) -> None:
+)  # fmt: skip
+def test_the_memory_of_bases_is_said(tmp_path: Path, fast: str, capsys: Capture, words: str, said: str) -> None:
     planned(tmp_path, "--profile", fast, *words.split())
     found = [line for line in capsys.readouterr().out.splitlines() if line.startswith("memory:")]
     assert found == ([f"memory: zero3_base {said}"] if said else [])
@@ -349,7 +345,7 @@ def test_lossy_gradients_of_a_plan(stage: str, tmp_path: Path, fast: str, capsys
         assert (row["ms"] < exact["ms"]) == lossy
 
 
-def test_a_plan_says_where_lossy_gradients_cost_time(tmp_path: Path, fast: str, capsys: Any) -> None:
+def test_a_plan_says_where_lossy_gradients_cost_time(tmp_path: Path, fast: str, capsys: Capture) -> None:
     """On a fast link the codec is slower than the link."""
     Path(fast).write_text(json.dumps(content(Path(fast)) | dict.fromkeys(("encode", "decode", "add"), 1e8)))
     words = ("--gpus-per-node", "1", "--profile", fast, "--ratio", "1.5", "--zero", "3")
@@ -416,7 +412,7 @@ def test_the_headline_is_answered(capsys: pytest.CaptureFixture[str]) -> None:
     words = "plan --params 7e9 --trainable 20e6 --gpus 16 --network".split()
     assert main([*words, *"10gbit-tcp/node --gpu-profile assumed-1.0".split()]) == 0
     printed = capsys.readouterr().out
-    assert "memory: zero3_base auto keeps 6.98e+09 frozen parameters: 13.96 GB of every node" in printed
+    assert "memory: zero3_base auto keeps 6.98e+09 frozen parameters in 13.96 GB of the host's memory" in printed
     assert printed.splitlines()[-1] == (
         "answer, 10gbit-tcp/node: plain communication takes 23 s a step, with the default config 0.61 s (37.7 times less)"
     )
@@ -485,7 +481,7 @@ def test_bases_of_zero3(tmp_path: Path) -> None:
 
 
 def test_measured_codecs_take_the_place_of_assumed_ones(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
 ) -> None:
     row = {"route": "native", "codec": "cascade", "dtype": "bfloat16", "mib": 64, "ratio": 1.5}
     path = tmp_path / "cuda.json"

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from commands import assert_refused
+from commands import Capture, assert_refused
 from places import ROOT
 
 from ds_zipccl.__main__ import COMMANDS, main
@@ -159,7 +159,7 @@ CASES = [(begin, *case) for begin, cases in REFUSED.items() for case in cases]
 @pytest.mark.parametrize(
     ("begin", "end", "message"), CASES, ids=[f"{begin.split(' --')[0]} {end}" for begin, end, _ in CASES]
 )
-def test_refused_requests(begin: str, end: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_refused_requests(begin: str, end: str, message: str, capsys: Capture) -> None:
     assert_refused([*begin.split(), *end.split()], message, capsys)
 
 
@@ -180,7 +180,7 @@ NO_LINKS += "1gbit,0.1%,20ms 1gbit,20ms,20ms 1gbit,-1ms 1gbit,-1% loopback,20ms"
         ("1gbit,100%", "loss must be above 0% and at most 20%"),
     ],
 )
-def test_refused_links(text: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_refused_links(text: str, message: str, capsys: Capture) -> None:
     with pytest.raises(argparse.ArgumentTypeError, match=re.escape(message)):
         link.parse(text)
     assert_refused(["bench", "comm", f"--link={text}"], message, capsys)
@@ -197,7 +197,7 @@ WRITERS = [
 
 @pytest.mark.parametrize("words", WRITERS, ids=" ".join)
 def test_files_that_cannot_be_written_are_told_at_once(
-    words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    words: list[str], tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The command itself does not begin."""
     name = COMMANDS[tuple(word for word in words if word[0] != "-")][0]
@@ -231,6 +231,6 @@ def test_files_are_as_before_until_there_are_results(tmp_path: Path, monkeypatch
     assert len(seen) == 5
 
 
-def test_one_file_for_table_and_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_one_file_for_table_and_picture(tmp_path: Path, capsys: Capture) -> None:
     path = str(tmp_path / "x.png")
     assert_refused(["analyze", "-", "--json", path, "--plot", path], "are one file", capsys)

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 import variants
-from commands import assert_refused, outcome, python, shannon
+from commands import Capture, assert_refused, outcome, python, shannon
 
 from ds_zipccl import codecs, kernels, ops
 from ds_zipccl.__main__ import COMMANDS, main
@@ -71,9 +71,8 @@ def codec_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any],
     """Contents of the JSON file and stdout of one real run."""
     words = "bench codec --numel 256K --dtype bf16 --repeats 1 --data normal random zeros --sigma"
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(io.StringIO()) as printed:
-        patch.setitem(
-            kernels.ROUTES, "cpu", {n: f for n, f in kernels.ROUTES["cpu"].items() if n not in variants.FOR_TESTS}
-        )
+        routes = {name: load for name, load in kernels.ROUTES["cpu"].items() if name not in variants.FOR_TESTS}
+        patch.setitem(kernels.ROUTES, "cpu", routes)
         found = outcome(tmp_path_factory.mktemp("codec"), words, *SIGMAS)
     return found, printed.getvalue()
 
@@ -98,9 +97,8 @@ def test_codec_json_has_all_rows(codec_run: tuple[dict[str, Any], str]) -> None:
 
 
 def test_codec_ratios_are_true(codec_run: tuple[dict[str, Any], str], tmp_path: Path) -> None:
-    fp8 = outcome(
-        tmp_path, "bench codec --route native --numel 64K --dtype e4m3 e5m2 --data normal random --repeats 1"
-    )["rows"]
+    words = "bench codec --route native --numel 64K --dtype e4m3 e5m2 --data normal random --repeats 1"
+    fp8 = outcome(tmp_path, words)["rows"]
     assert {row["dtype"] for row in fp8} == {"float8_e4m3fn", "float8_e5m2"}
     for row in codec_run[0]["rows"] + fp8:
         tensor = data.spec(row["data"]).make(row["numel"], row["dtype"])
@@ -121,9 +119,7 @@ def test_table_and_json_agree(codec_run: tuple[dict[str, Any], str]) -> None:
         assert len(line) == len(head)
 
 
-def test_codec_counts_wrong_elements(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_codec_counts_wrong_elements(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: Capture) -> None:
     right = codecs.decompress
 
     def flips_three(frame: torch.Tensor, out: torch.Tensor | None = None, **more: Any) -> torch.Tensor:
@@ -248,9 +244,7 @@ def faulty_part(rank: int, *more: Any) -> None:
 REAL_PART = comm_trial.take_part
 
 
-def test_what_goes_wrong_on_a_rank(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_goes_wrong_on_a_rank(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: Capture) -> None:
     monkeypatch.setattr(comm_trial, "take_part", faulty_part)
     words = "bench comm --numel 8K --repeats 1 --op"
     found = outcome(tmp_path, words, "all_gather", status=1)
@@ -261,7 +255,7 @@ def test_what_goes_wrong_on_a_rank(
 # ---------------------------------------------------------------- report
 
 
-def test_report_here(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_report_here(tmp_path: Path, capsys: Capture) -> None:
     found = outcome(tmp_path, "report")
     reasons = {(row["device"], row["route"]): row["reason"] for row in found["rows"]}
     assert reasons == {(device, name): why for device in kernels.ROUTES for name, why in kernels.why(device).items()}
@@ -272,7 +266,7 @@ def test_report_here(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
         assert text in printed
 
 
-def test_routes_are_named_first(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_routes_are_named_first(monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
     said: list[str] = []
     monkeypatch.setattr(kernels, "ROUTES", {"cpu": {"native": WORKS}, "cuda": {"cupy": FAILS}})
     monkeypatch.setattr(kernels, "why", lambda _, name: {name: said.append(capsys.readouterr().err[:27]) or ""})
@@ -280,9 +274,7 @@ def test_routes_are_named_first(monkeypatch: pytest.MonkeyPatch, capsys: pytest.
     assert said == ["# trying cpu native, 1 of 2", "# trying cuda cupy, 2 of 2;"]
 
 
-def test_a_bundle_for_a_bug_report(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_bundle_for_a_bug_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
     """The report, the words around a mistake, and what the user names; nothing else of the folders."""
     mistake = tmp_path / "zipccl_mismatch_3.npz"
     mistake.write_bytes(b"words")
@@ -359,7 +351,7 @@ NOT_EVERY = "not every route for CUDA tensors works here, as --require wants"
 )
 def test_status_of_report(
     cpu: Loaders, cuda: Loaders, gpu: bool, required: str, last: str,
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch, capsys: Capture,
 ) -> None:  # fmt: skip
     load(monkeypatch, cpu, cuda, gpu)
     words = [word for device in required.split() for word in ("--require", device)]
@@ -380,7 +372,7 @@ def test_status_of_report(
 )
 def test_report_of_one_route(
     route: str, compiles: Exception | None, status: int, wanted: str,
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch, capsys: Capture,
 ) -> None:  # fmt: skip
     """CuPy compiles where no device is, once for each architecture."""
     capabilities: list[tuple[int, int]] = []
@@ -410,7 +402,7 @@ def test_report_of_one_route(
     ],
 )
 def test_nccl_in_report(
-    section: str, said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+    section: str, said: str, monkeypatch: pytest.MonkeyPatch, capsys: Capture, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("DS_ZIPCCL", section)
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")

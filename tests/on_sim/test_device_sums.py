@@ -463,6 +463,6 @@ def test_what_is_summed_by_whom(route: CudaBackend, nodes: str, settings: Any, d
 
 def test_match_is_refused(route: CudaBackend) -> None:
     settings = {**ALWAYS, "reduction": "match"}
-    with pytest.raises(ConfigError, match=r"no order is promised by NCCL itself.*match is for gloo"):
+    with pytest.raises(ConfigError, match=r"no order of sums is promised by NCCL.*match is for gloo"):
         world.run(reasons, 3, nodes_of(3, 1), settings, route=route)
     world.run(reasons, 3, nodes_of(3, 1), {**settings, "nccl": "off"}, route=route)

@@ -16,6 +16,8 @@ from places import ROOT
 
 from ds_zipccl.__main__ import main
 
+Capture = pytest.CaptureFixture[str]
+
 
 def python(*words: str, **environment: str) -> subprocess.CompletedProcess[str]:
     """Run ``python`` with ``words`` in a process of its own; blocks for 400 seconds at most."""

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ds_zipccl.cli import ToolError, files
-from ds_zipccl.cli.planning import speeds
+from ds_zipccl.cli.planning import operations, speeds
 from ds_zipccl.cli.planning.operations import CODED, COPIED, GRADIENTS, HOW, PLAIN, TOTAL, StepTraffic, role_of
 from ds_zipccl.cli.planning.schedules import Coding, DeviceSchedules, HostSchedules, Row, codings
 from ds_zipccl.cli.planning.user_job import UserJob
@@ -68,7 +68,8 @@ def unpredicted(job: UserJob, device: str, backend: str, settled: Settled | None
     if codec is not None and codec.matrices:
         return f"gradients go by {codec}, and the size of its frames depends on the layers of the model"
     if job.stage == 0:
-        return "ZeRO stage 0 has no prediction: wanted is stage 1, 2 or 3"
+        fsdp = "FSDP2 takes ds_zipccl.fsdp.apply(model) in place of a config; plan --zero 3 predicts it, on NCCL with --zero3-base off"
+        return f"ZeRO stage 0 has no prediction: wanted is stage 1, 2 or 3; {fsdp}"
     if backend in admission.STREAM_BACKENDS and (settled is None or settled.profile is None):
         return "nothing of this job is coded" if settled is None else f"{settled}"
     if backend not in admission.CODED_BACKENDS.get(device, ()):
@@ -105,7 +106,7 @@ def predict_on_device(
     that a job chooses, and ``choice`` may be "owners": the backend's own sums, for the owners of gradients alone."""
     assert settled.profile is not None  # otherwise unpredicted() has a reason
     args = _options(job, params, settled.topology.ranks, found, trainable)
-    vars(args).update(gpus_per_node=settled.topology.each, ratio=found.values)
+    vars(args).update(gpus_per_node=settled.topology.each, ratio=found.values, backend="nccl")
     groups = DeviceSchedules(args, settled.profile, settled=settled.sums)
     planned = []
     for line in groups.lines():
@@ -113,7 +114,8 @@ def predict_on_device(
         plain, ours = chosen[PLAIN], chosen[CODED]
         choice = ours["how"] if ours["how"] != PLAIN or ours["op"] == plain["op"] else "owners"
         sums = PassReason.PLAIN_SUMS if gradients and settled.sums == "plain" else PassReason.PLAIN_IS_FASTER
-        reason = sums.value if choice in (PLAIN, "owners") else ""
+        why = PassReason.SMALL if operations.is_small(args, line) else sums
+        reason = why.value if choice in (PLAIN, "owners") else ""
         planned.append(_row(line, ours["op"], (plain["ms"], ours["ms"], ours["ms"]), choice, reason))
     return _with_total(planned)
 
@@ -134,7 +136,7 @@ def _with_total(planned: list[dict[str, Any]]) -> list[dict[str, Any]]:
 def _options(job: UserJob, params: int, ranks: int, found: Ratios, trainable: int | None) -> argparse.Namespace:
     """Return the options of ``plan`` that stand for a job."""
     here = {"params": params, "trainable": trainable, "gpus": ranks, "gpus_per_node": 1}
-    known = {"delta_ratio": found.differences, "profile": None, "bucket": None}
+    known = {"delta_ratio": found.differences, "profile": None, "bucket": None, "backend": "gloo"}
     return argparse.Namespace(**here, **known, **job.options())
 
 

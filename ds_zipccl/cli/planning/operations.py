@@ -79,7 +79,14 @@ def role_of(line: StepTraffic) -> str:
 def mode_of(args: argparse.Namespace, line: StepTraffic) -> str:
     """Return the mode of a line by the section of the job."""
     section: ZipcclConfig = args.section
-    return section.mode_of(role_of(line)) if section.enabled else "never"
+    return section.mode_of(role_of(line)) if section.enabled and not is_small(args, line) else "never"
+
+
+def is_small(args: argparse.Namespace, line: StepTraffic) -> bool:
+    """Return whether the section of the job leaves the messages of a line plain because of their size."""
+    section: ZipcclConfig = args.section
+    least = max(section.min_bytes, section.nccl_min_bytes if args.backend == "nccl" else 0)
+    return max((nbytes for nbytes, _ in operations(args, line)), default=0) < least
 
 
 def host_base(args: argparse.Namespace) -> argparse.Namespace | None:
@@ -112,10 +119,11 @@ def _traffic(args: argparse.Namespace, buckets: Buckets) -> Iterator[StepTraffic
         return
     again = 1 - min(1.0, buckets.kept / args.params)
     keeps = args.zero3_base if args.delta == "auto" else "off"
-    frozen = COPIED if keeps != "off" else EXPONENTS
     gather = StepTraffic("", "all_gather", buckets.prefetch, micro)
-    yield replace(gather, what=FROZEN[0], coding=frozen, part=1 - part, agreements=_AGREEMENTS)
-    yield replace(gather, what=FROZEN[1], coding=frozen, part=(1 - part) * again)
+    held = 0.0 if keeps == "off" else _held(args)
+    for coding, frozen in ((COPIED, (1 - part) * held), (EXPONENTS, (1 - part) * (1 - held))):
+        yield replace(gather, what=FROZEN[0], coding=coding, part=frozen, agreements=_AGREEMENTS)
+        yield replace(gather, what=FROZEN[1], coding=coding, part=frozen * again)
     if keeps in ("auto", "off"):
         yield replace(gather, what="parameters, forward", part=part)
         yield replace(gather, what="parameters, backward", part=part * again)
@@ -127,6 +135,12 @@ def _traffic(args: argparse.Namespace, buckets: Buckets) -> Iterator[StepTraffic
     yield StepTraffic(GRADIENTS, "reduce_scatter", buckets.reduce, micro, part=part)
 
 
+def _held(args: argparse.Namespace) -> float:
+    """Return the part of the frozen parameters whose bases fit into ``zero3_base_mib``; the memory that a node has is not known."""
+    limit, frozen = args.section.zero3_base_mib << 20, args.params * (1 - trained(args)) * ITEMSIZE[args.dtype]
+    return min(1.0, limit / frozen) if limit and frozen and args.zero3_base == "auto" else 1.0
+
+
 def base_memory(args: argparse.Namespace) -> Iterator[str]:
     """Yield a line about the memory of ``zero3_base``, where ZeRO-3 may keep parameters."""
     if args.zero < 3 or args.zero3_base == "off" or args.delta == "off":
@@ -136,11 +150,13 @@ def base_memory(args: argparse.Namespace) -> Iterator[str]:
     frozen = args.params * (1 - trained(args)) - elsewhere
     kept = frozen if args.zero3_base == "auto" else args.params - elsewhere
     size = f"{kept * ITEMSIZE[args.dtype] / 1e9:.4g} GB"
-    told = {"host": f"takes {size} of every node", "device": f"takes {size} of every GPU"}
+    host = f"{size} of the host's memory on each node, once for all its GPUs"
+    told = {"host": f"takes {host}; a job with less stops at its start", "device": f"takes {size} of each GPU"}
     told["auto"] = "keeps frozen parameters; all are trained here, see --trainable"
     if frozen > 0:
-        most = "at most a quarter of its free memory"
-        told["auto"] = f"keeps {frozen:.4g} frozen parameters: {size} of every node, {most}"
+        mib = args.section.zero3_base_mib
+        most = f"zero3_base_mib ({mib} MiB)" if mib else "a quarter of what is free there"
+        told["auto"] = f"keeps {frozen:.4g} frozen parameters in {host}, as far as {most} allows; the rest is sent"
     yield f"memory: zero3_base {args.zero3_base} {told[args.zero3_base]}"
 
 

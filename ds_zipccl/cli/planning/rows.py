@@ -44,7 +44,8 @@ def step(found: Schedules) -> Iterator[dict[str, Any]]:
 def answer(where: str, found: Schedules) -> str:
     """Return the answer for a user in one sentence. ``where``: the network. By the default config the sums of NCCL groups stay NCCL's."""
     args, nccl = found.args, found.args.backend == "nccl"
-    kinds = ("enabled", "mode", "roles", "reduction", *(("nccl",) if nccl else ()))
+    kinds = ["enabled", "mode", "roles", "reduction", "min_bytes", "zero3_base_mib"]
+    kinds += ["nccl", "nccl_min_bytes"] if nccl else []
 
     def takes(ms: float) -> str:
         return f"{ms / 1e3:.3g} s ({plain / ms:.3g} times less)" if plain > GAIN * ms else "as long"
@@ -56,7 +57,8 @@ def answer(where: str, found: Schedules) -> str:
     plain = totals(args)[PLAIN]
     best = totals(usual := default_config(args))[CODED]
     parts = [f"plain communication takes {plain / 1e3:.3g} s a step", f"with the default config {takes(best)}"]
-    proved = replace(args.section, nccl="on") if nccl and args.section.nccl == "auto" else args.section
+    may = nccl and args.section.nccl == "auto" and args.section.reduction != "match"  # a job refuses match with "on"
+    proved = replace(args.section, nccl="on") if may else args.section
     proposed = argparse.Namespace(**vars(args) | {"section": proved})
     for options in filter(None, (args, proposed, host_base(proposed))):
         ms = totals(options)[CODED]

@@ -130,9 +130,8 @@ def _step(numel: int, dtype: str) -> tuple[torch.Tensor, torch.Tensor]:
     import torch
 
     weights, change = (data.Spec(DATA).make(numel, "float32", seed) for seed in range(2))
-    after = weights + _STEP * change
     wanted = getattr(torch, dtype)
-    return weights.to(wanted), after.to(wanted)
+    return weights.to(wanted), (weights + _STEP * change).to(wanted)
 
 
 def normal_ratio(dtype: str) -> float:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ds_zipccl.cli import ToolError, tables
-from ds_zipccl.cli.planning.operations import BUCKET, LIVE, PREFETCH, Buckets
+from ds_zipccl.cli.planning.operations import BUCKET, LIVE, PREFETCH, SWITCHES, Buckets
 from ds_zipccl.config import SECTION, ConfigError, ZipcclConfig, environment_section, near_misses, parse_section
 
 #: DeepSpeed's word for a value that its caller fills in.
@@ -15,6 +15,8 @@ AUTO = "auto"
 STAGES = (0, 1, 2, 3)
 #: Section that switches a half precision on -> torch name of its dtype.
 _HALVES = {"bf16": "bfloat16", "bfloat16": "bfloat16", "fp16": "float16"}
+#: Key -> what Trainer and Accelerate of Hugging Face fill in for "auto", in squares of the model's width.
+_FILLED = {"reduce_bucket_size": 1.0, "stage3_prefetch_bucket_size": 0.9}
 _BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu")
 #: Key of a config with traffic that depends on the layers of the model -> roles of this traffic.
 _LAYERED = {"tensor_parallel": "tp", "sequence_parallel_size": "sp", "pipeline": "pp"}
@@ -40,32 +42,22 @@ class UserJob:
 
     def options(self) -> dict[str, Any]:
         """Return the options of ``plan`` that stand for the job."""
-        config = self.config
-        return {
-            "zero": self.stage,
-            "dtype": self.dtype,
-            "accumulation": self.accumulation,
-            "owner_only": config.owner_only,
-            "delta": config.delta,
-            "zero3_base": config.zero3_base,
-            "round_robin": self.round_robin,
-            "expert_parallel": self.expert_parallel,
-            "gradients": config.lossy_of("zero_grad"),
-            "section": config,
-            "buckets": self.buckets,
-            "live": self.buckets.kept,
+        own = {
+            key: getattr(self, key) for key in ("dtype", "accumulation", "round_robin", "expert_parallel", "buckets")
         }
+        own |= {key: getattr(self.config, key) for key in SWITCHES} | {"section": self.config}
+        return own | {"zero": self.stage, "live": self.buckets.kept, "gradients": self.config.lossy_of("zero_grad")}
 
 
-def read(path: str, ranks: int | None = None) -> UserJob:
+def read(path: str, ranks: int | None = None, hidden: int | None = None) -> UserJob:
     """Return the job of the DeepSpeed config at ``path``. ``DS_ZIPCCL`` precedes the section of the file, as in the job. ``ranks``: of the
-    whole job, for a number of micro-batches that follows from batch sizes.
+    whole job, for a number of micro-batches that follows from batch sizes. ``hidden``: width of the model, for buckets that are "auto".
 
     Raises:
         ToolError: the file cannot be read or is no JSON object, the section is invalid or misspelled, or a value is not possible.
     """
     content = tables.read_json(path, "the DeepSpeed config of the job ")
-    reader = Reader(path, [])
+    reader = Reader(path, [], filled={key: int(x * hidden * hidden) for key, x in _FILLED.items()} if hidden else {})
     config = _section(path, content, reader.notes)
     zero = reader.section(content, "zero_optimization")
     stage = reader.whole(zero, "stage", 0, least=0)
@@ -138,11 +130,13 @@ def _section(path: str, content: Mapping[str, Any], notes: list[str]) -> ZipcclC
 
 @dataclass(frozen=True)
 class Reader:
-    """Reads values of the config at ``path``, and notes those that are open. ``remedy``: for a missing key."""
+    """Reads values of the config at ``path``, and notes those that are open. ``remedy``: for a missing key. ``filled``: values that the
+    trainer fills in for "auto"."""
 
     path: str
     notes: list[str]
     remedy: str = ""
+    filled: Mapping[str, int] = field(default_factory=dict)
 
     def section(self, content: Mapping[str, Any], key: str) -> Mapping[str, Any]:
         found = content.get(key) or {}
@@ -156,7 +150,10 @@ class Reader:
         if found is None:
             raise ToolError(f'{self.path} has no key "{key}"; {self.remedy}')
         if found == AUTO and default is not None:
-            self.notes.append(f'{key} is "{AUTO}": {default} taken, the default; the trainer may fill in another')
+            whence = "the default; the trainer may fill in another"
+            if key in self.filled:
+                default, whence = self.filled[key], "as Trainer and Accelerate fill it in by hidden_size"
+            self.notes.append(f'{key} is "{AUTO}": {default} taken, {whence}')
             return default
         if isinstance(found, bool) or not isinstance(found, (int, float)) or found != found // 1 or found < least:
             raise ToolError(f'{self.path}: {key} must be a whole number of at least {least} or "{AUTO}", got {found!r}')

@@ -31,6 +31,7 @@ from ds_zipccl.comm.group_state import (
     nodes_of_job,
     resolve_group,
 )
+from ds_zipccl.comm.reduction_order import match_refused
 from ds_zipccl.comm.request import Request
 from ds_zipccl.comm.topology import tell
 from ds_zipccl.config import ROLES, ConfigError, ZipcclConfig
@@ -97,11 +98,8 @@ def settle(config: ZipcclConfig, device: torch.device) -> Settled | None:
     modes = {config.mode_of(role) for role in ROLES} - {"never"}
     if state is None or state.size == 1 or not state.streams(device.type) or config.nccl == "off" or not modes:
         return None
-    if config.reduction == "match" and config.nccl == "on" and state.size > 2:
-        raise ConfigError(
-            f'"zipccl.reduction" is "match" with "nccl" on and {state.size} ranks: on NCCL no order of sums is promised by NCCL itself, so '
-            'that no schedule can have its bits; match is for gloo, and for two ranks; write "auto" or "fp32"'
-        )
+    if refused := match_refused(config, state.size):
+        raise ConfigError(refused)
     topology, profile = Topology.of(nodes_of_job()), None
     if topology.nodes > 1 and "auto" in modes:
         profile = calibration.measure(group, config, device)
