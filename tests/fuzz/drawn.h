@@ -31,8 +31,8 @@ class Exact {
 #ifdef ZIPCCL_PAGES
   explicit Exact(uint64_t size, uint64_t = below(16)) : size_(size) {
     if (!size) return;
-    memory_ = static_cast<uint8_t*>(mmap(nullptr, pages() + kPage, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0));
-    if (memory_ == MAP_FAILED || mprotect(memory_ + pages(), kPage, PROT_NONE)) abort();
+    memory_ = static_cast<uint8_t*>(mmap(nullptr, pages() + kPage, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0));
+    if (memory_ == MAP_FAILED || mprotect(memory_, pages(), PROT_READ | PROT_WRITE)) abort();
     data = memory_ + pages() - size;
   }
   ~Exact() {

@@ -491,21 +491,16 @@ def test_an_older_torch_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         fsdp.apply(nn.Linear(2, 2))
 
 
+LLAMA, FSDP2 = "transformers.models.llama.modeling_llama", "torch.distributed.fsdp"
 TORCHRUN = ["torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-LAUNCH = [
-    "accelerate.commands.launch",
-    "--config_file",
-    str(RECIPES / "accelerate_fsdp2.yaml"),
-    "--main_process_port",
-    "0",
-]
-ON_CPUS = str(TESTS / "support" / "sharded_on_cpus.py")
-#: Recipe -> the module that starts it and its arguments, and the packages that it needs.
+CONFIG = str(RECIPES / "accelerate_fsdp2.yaml")
+LAUNCH = [*"accelerate.commands.launch --main_process_port 0 --config_file".split(), CONFIG]
+#: Recipe -> the module that starts it and its arguments, what follows the recipe's name, and the modules that its ranks import.
 STARTS = {
-    "lora": ([*TORCHRUN, str(RECIPES / "fsdp2.py"), "--lora"], ()),
-    "full": ([*TORCHRUN, str(RECIPES / "fsdp2.py")], ()),
-    "accelerate": ([*LAUNCH, ON_CPUS, str(RECIPES / "accelerate_fsdp2.py")], ("accelerate", "transformers")),
-    "trainer": ([*TORCHRUN, ON_CPUS, str(RECIPES / "hf_trainer_fsdp2.py")], ("accelerate", "transformers", "peft")),
+    "lora": (TORCHRUN, ["fsdp2.py", "--lora"], []),
+    "full": (TORCHRUN, ["fsdp2.py"], []),
+    "accelerate": (LAUNCH, ["accelerate_fsdp2.py"], ["accelerate.state", LLAMA]),
+    "trainer": (TORCHRUN, ["hf_trainer_fsdp2.py"], ["accelerate.state", LLAMA, "transformers.trainer", "peft"]),
 }
 
 
@@ -513,26 +508,23 @@ def weights(path: Path) -> dict[str, torch.Tensor]:
     """The weights that a recipe has saved."""
     if path.is_file():
         return torch.load(path)
-    (file,) = path.glob("*.safetensors")
-    return safetensors.torch.load_file(file)
+    return safetensors.torch.load_file(next(path.glob("*.safetensors")))
 
 
-@pytest.mark.full(reason="eight launches")
+@pytest.mark.full(reason="four launches")
 @pytest.mark.parametrize("recipe", STARTS)
 def test_a_recipe_is_coded_and_keeps_its_bits(recipe: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    words, packages = STARTS[recipe]
-    for package in packages:
-        pytest.importorskip(package)
+    start, (name, *options), modules = STARTS[recipe]
+    for module in modules:
+        pytest.importorskip(module.partition(".")[0])
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    said, saved = {}, {}
-    for enabled in (False, True):
-        section = {"mode": "always", "min_bytes": 1024, "zero3_base": "host", "enabled": enabled}
-        monkeypatch.setenv("DS_ZIPCCL", json.dumps(section))
-        out = tmp_path / str(enabled)
-        ((status, text, errors),) = runner.whole_programs(["-m", *words, "--steps", "4", "--out", str(out)])
-        assert status == 0, errors
-        said[enabled], saved[enabled] = re.findall(r"\bloss'?:? '?(\d[\d.e+-]*)", text), weights(out)
-    assert len(said[True]) == 4 and len(set(said[True])) > 1 and said[True] == said[False]
+    monkeypatch.setenv("DS_ZIPCCL", json.dumps({"mode": "always", "min_bytes": 1024, "zero3_base": "host"}))
+    rank = [str(TESTS / "support" / "plain_then_coded.py"), ",".join(["torch._dynamo", FSDP2, *modules])]
+    words = [*rank, str(RECIPES / name), *options, "--steps", "4", "--out", str(tmp_path)]
+    ((status, text, errors),) = runner.whole_programs(["-m", *start, *words])
+    assert status == 0, errors
+    losses = re.findall(r"\bloss'?:? '?(\d[\d.e+-]*)", text)
+    assert len(losses) == 8 and len(set(losses)) > 1 and losses[:4] == losses[4:]
     assert float(re.search(r"^total .* ([\d.]+)$", text, re.MULTILINE)[1]) > 2, text  # type: ignore[index]
-    assert saved[True].keys() == saved[False].keys()
-    assert all(torch.equal(saved[False][name], tensor) for name, tensor in saved[True].items())
+    plain, coded = (weights(tmp_path / run) for run in ("plain", "coded"))
+    assert plain.keys() == coded.keys() and all(torch.equal(plain[name], coded[name]) for name in plain)

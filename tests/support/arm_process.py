@@ -36,7 +36,7 @@ class Process:
         self._arm, self._error = arm, unicorn.UcError
         self._status: int | None = None
         self._break = _BREAK
-        self._maps = _MAPS
+        self._maps, self._mapped = _MAPS, dict[int, int]()
         self._cpu = unicorn.Uc(unicorn.UC_ARCH_ARM64, unicorn.UC_MODE_ARM)
         self._cpu.reg_write(arm.UC_ARM64_REG_CPACR_EL1, 3 << 20)  # floating point and NEON on
         self._entry, headers = self._load(path.read_bytes())
@@ -102,16 +102,21 @@ class Process:
 
     def _map(self, _: int, size: int, protection: int, *more: int) -> int:
         at, self._maps = self._maps, self._maps + _up(size) + PAGE  # no address twice
-        self._cpu.mem_map(at, _up(size), protection)
+        if protection:  # Unicorn takes long to split a piece of memory: one that no access survives is not there
+            self._protect(at, size, protection)
         return at
 
     def _unmap(self, at: int, size: int, *_: int) -> int:
-        self._cpu.mem_unmap(at, _up(size))
+        for begin in [begin for begin in self._mapped if at <= begin < at + size]:
+            self._cpu.mem_unmap(begin, self._mapped.pop(begin))
         return 0
 
     def _protect(self, at: int, size: int, protection: int, *_: int) -> int:
         begin = at // PAGE * PAGE
-        self._cpu.mem_protect(begin, _up(at + size) - begin, protection)
+        change = self._cpu.mem_protect
+        if begin >= _MAPS and begin not in self._mapped:
+            change, self._mapped[begin] = self._cpu.mem_map, _up(at + size) - begin
+        change(begin, _up(at + size) - begin, protection)
         return 0
 
     def _write(self, file: int, at: int, size: int, *_: int) -> int:

@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 
-#: Files whose tests take longest, the longest first: more than half a minute. Workers get them first, as a long file
-#: that begins last leaves the other worker without work. Seconds of a run are in the list at its end.
+#: Files whose tests take more than a minute, the longest first, and shorter ones that would come last. Workers get them first, as a long
+#: file that begins last leaves the other worker without work. Seconds of a run are in the list at its end.
 LONG = (
     "tests/integration/test_fsdp.py",
     "tests/gpu/test_gpu_steps.py",
@@ -31,18 +31,7 @@ LONG = (
     "tests/integration/test_parallel.py",
     "tests/integration/test_engines.py",
     "tests/codec/test_codec.py",
-    "benchmarks/tests/test_bench_roles.py",
-    "tests/integration/test_engines_optimizers.py",
-    "tests/codec/test_arm.py",
-    "tests/codec/test_cuda_build.py",
-    "tests/integration/test_recomputed.py",
-    "tests/gpu/test_gpu_programs.py",
-    "tests/codec/test_trust.py",
     "tests/test_packaging.py",
-    "tests/integration/test_peft.py",
-    "tests/cli/test_doctor.py",
-    "tests/integration/test_start_up.py",
-    "benchmarks/tests/test_link.py",
 )
 #: Variants that take ten times as long as the native route or more.
 SLOW = ("numba", "emulated")
