@@ -223,7 +223,7 @@ def test_floors() -> None:
     )
     assert line == "cascade / nvCOMP ANS, encode: 2, wanted at least 3"
     assert floors.missed(floors.compare(rows[:-1], "NVIDIA H200", FAST)) == [
-        f"cascade {way}, misaligned words / aligned words: not measured, wanted is at least 0.5"
+        f"cascade {way}, misaligned words / aligned words: not measured, wanted at least 0.5"
         for way in ("encode", "decode")
     ]
     modest = [one | {"encode_gbps": 1100.0, "decode_gbps": 1100.0} for one in rows]
