@@ -23,24 +23,24 @@ def test_a_file_is_measured_once_for_a_state_of_the_sources(
     monkeypatch.setattr(results, "RESULTS", folder)
     folder.mkdir(parents=True), (tmp_path / "ds_zipccl").mkdir()
     code = tmp_path / "ds_zipccl" / "code.py"
-    code.write_text("import sys; open(sys.argv[2], 'w').write(open('new').read()); sys.exit('fails' in sys.argv[2])")
-    for name in ("good", "fails", "other"):
+    code.write_text("import sys; open(sys.argv[2], 'w').write(open('new').read()); sys.exit('good' not in sys.argv[2])")
+    for name in ("good", "fails", "other", "check"):
         place = folder / f"{'good' if name == 'other' else name}.json"
         command = f"python ds_zipccl/code.py --json {place.relative_to(tmp_path)}"
-        (folder / f"{name}.json").write_text(json.dumps({"rows": [{"n": 1}], "command": command}))
+        had = {"rows": [{"n": 1}] * (2 if name == "fails" else 1), "command": command}
+        (folder / f"{name}.json").write_text(json.dumps(had))
     (tmp_path / "new").write_text(
         json.dumps({"rows": [{"n": 2}], "command": "python ds_zipccl/code.py --json docs/results/good.json"})
     )
 
     def rows() -> list[int]:
-        return [
-            json.loads((folder / f"{name}.json").read_text())["rows"][0]["n"] for name in ("good", "fails", "other")
-        ]
+        names = ("good", "fails", "other", "check")
+        return [json.loads((folder / f"{name}.json").read_text())["rows"][0]["n"] for name in names]
 
-    assert results.main([]) == 1 and rows() == [2, 1, 1]
+    assert results.main([]) == 1 and rows() == [2, 1, 1, 2]
     assert "other: skipped, kept for comparison" in capsys.readouterr().out
     (tmp_path / "new").write_text("{}")
-    assert results.main(["good"]) == 0 and rows() == [2, 1, 1], "measured with these sources"
+    assert results.main(["good"]) == 0 and rows() == [2, 1, 1, 2], "measured with these sources"
     before = results.sources()
     code.write_text(f'"""What it does."""\n{code.read_text()}  # why\n')
     assert results.sources() == before, "comments decide no figure"

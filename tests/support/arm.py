@@ -48,7 +48,7 @@ def cross() -> tuple[str]:
     found = shutil.which(f"{MACHINE}-linux-gnu-g++")
     if not found:
         raise build.BuildError(
-            "no compiler for 64-bit Arm; run pip install ziglang, or install the package g++-aarch64-linux-gnu"
+            "no GCC for 64-bit Arm; install the package g++-aarch64-linux-gnu, or, for tests alone, ziglang with pip"
         )
     return (found,)
 
