@@ -248,7 +248,7 @@ _JOBS: tuple[tuple[str, str, dict[str, Any], str], ...] = (
     ("fine-tuning, ZeRO-3, `zero3_base` host", "train_finetune", {}, "fine-tuning-at-2e-5"),
     ("training, ZeRO-2", "train_zero2", {}, "trainings-with-differences"),
     ("MoE, ZeRO-2, 4 of 32 experts", "train_moe", {"workload": "qwen", "link": "100mbit"}, "mixtures-of-experts"),
-    ("one node, ZeRO-3", "train", {"workload": "zero3", "link": "loopback"}, _LOOPBACK),
+    ("one node, ZeRO-3, every message coded", "train", {"workload": "zero3", "link": "loopback"}, _LOOPBACK),
 )
 
 
