@@ -17,7 +17,7 @@ from ds_zipccl.cli import ToolError, doctor
 from ds_zipccl.cli.planning import model, user_job
 from ds_zipccl.policy.cost_model import EXCHANGE_S, NVLINK, RDMA_REACH
 
-CODEC = ROOT / "docs/results/codec.json"
+CODEC = ROOT / "tests/cli/codec.json"
 LLAMA = {
     "model_type": "llama", "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32,
     "num_key_value_heads": 8, "vocab_size": 128256,

@@ -38,7 +38,7 @@ from ds_zipccl.policy.cost_model import (
 FAST = LinkProfile(((1.0, 1e-5), (1e9, 1.0)), 1e12, 1e12, 1e12, 1e12, 1e12, 1e-6)
 #: The same over a network of 10 Gbit/s.
 LINE = LinkProfile.from_json(FAST.to_json() | {"transfer": [[1.0, 1e-5 + 0.8e-9], [1e9, 1e-5 + 0.8]]})
-CODEC = str(ROOT / "docs/results/codec.json")
+CODEC = str(ROOT / "tests/cli/codec.json")
 WORDS = "plan --params 1e9 --gpus 16 --gpus-per-node 4 --backend gloo --network 10gbit/gpu --live 0"
 
 
