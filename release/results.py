@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import contextlib
 import hashlib
 import json
 import os
@@ -99,15 +100,18 @@ def measure(path: Path, words: list[str]) -> str:
     began = time.time_ns()
     status = subprocess.run([*programs["make"], *inputs], cwd=ROOT).returncode if inputs else 0
     status = status or subprocess.run([*programs[words[0]], *words[1:]], cwd=ROOT).returncode
-    rows, were = (len(json.loads(text)["rows"]) for text in (path.read_bytes(), before))
-    if path.stat().st_mtime_ns < began or (status and rows < were):
+    made: dict[str, Any] = {}
+    if path.stat().st_mtime_ns >= began:
+        with contextlib.suppress(ValueError):  # a command that was killed may leave half a file
+            made = json.loads(path.read_bytes())
+    rows, were = len(made.get("rows", ())), len(json.loads(before)["rows"])
+    if not made or (status and rows < were):
         path.write_bytes(before)
         return f"status {status}" if status else "its command did not write the file"
     if sources() != state:
         path.write_bytes(before)
         return "the sources changed during the measurement"
-    content = json.loads(path.read_text()) | {"commit": commit(), "sources": state}
-    path.write_text(json.dumps(content, indent=1) + "\n")
+    path.write_text(json.dumps(made | {"commit": commit(), "sources": state}, indent=1) + "\n")
     if rows < were:
         print(f"{path.stem} has {rows} rows, before {were}: is a package missing?", flush=True)
     if status:  # a check of the figures failed: to measure until it passes would choose figures

@@ -23,8 +23,9 @@ def test_a_file_is_measured_once_for_a_state_of_the_sources(
     monkeypatch.setattr(results, "RESULTS", folder)
     folder.mkdir(parents=True), (tmp_path / "ds_zipccl").mkdir()
     code = tmp_path / "ds_zipccl" / "code.py"
-    code.write_text("import sys; open(sys.argv[2], 'w').write(open('new').read()); sys.exit('good' not in sys.argv[2])")
-    for name in ("good", "fails", "other", "check"):
+    half = "open('new').read()[: 9 if 'half' in sys.argv[2] else None]"
+    code.write_text(f"import sys; open(sys.argv[2], 'w').write({half}); sys.exit('good' not in sys.argv[2])")
+    for name in ("good", "fails", "other", "check", "half"):
         place = folder / f"{'good' if name == 'other' else name}.json"
         command = f"python ds_zipccl/code.py --json {place.relative_to(tmp_path)}"
         had = {"rows": [{"n": 1}] * (2 if name == "fails" else 1), "command": command}
@@ -34,13 +35,13 @@ def test_a_file_is_measured_once_for_a_state_of_the_sources(
     )
 
     def rows() -> list[int]:
-        names = ("good", "fails", "other", "check")
+        names = ("good", "fails", "other", "check", "half")
         return [json.loads((folder / f"{name}.json").read_text())["rows"][0]["n"] for name in names]
 
-    assert results.main([]) == 1 and rows() == [2, 1, 1, 2]
+    assert results.main([]) == 1 and rows() == [2, 1, 1, 2, 1]
     assert "other: skipped, kept for comparison" in capsys.readouterr().out
     (tmp_path / "new").write_text("{}")
-    assert results.main(["good"]) == 0 and rows() == [2, 1, 1, 2], "measured with these sources"
+    assert results.main(["good"]) == 0 and rows() == [2, 1, 1, 2, 1], "measured with these sources"
     before = results.sources()
     code.write_text(f'"""What it does."""\n{code.read_text()}  # why\n')
     assert results.sources() == before, "comments decide no figure"
