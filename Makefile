@@ -43,8 +43,7 @@ test: $(VENV)/ready lint
 test-all: $(VENV)/ready lint size
 	$(PYTEST)
 ifeq ($(T)$(K),)
-	PYTHONPATH=$(TEST_PATH) $(BIN)/python tests/fuzz/asan.py 60
-	PYTHONPATH=$(TEST_PATH) $(BIN)/python tests/soak.py 60
+	$(MAKE) --jobs=2 fuzz soak FUZZ_SECONDS=60 SOAK_SECONDS=60
 endif
 
 # Tensors of a real training step, for `bench codec --corpus`; about half a minute.

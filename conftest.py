@@ -84,6 +84,8 @@ def pytest_configure(config: pytest.Config) -> None:
 @pytest.hookimpl(tryfirst=True)  # before pytest selects by marks
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     tiers.mark_full(items)
+    if not config.option.markexpr:
+        tiers.leave_out_repetitions(items)
     tiers.repeat_timings(items)
     if hasattr(config, "workerinput"):
         tiers.long_first(items, Path(__file__).parent)

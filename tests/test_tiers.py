@@ -8,6 +8,7 @@ import os
 import threading
 import time
 from collections import defaultdict
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -148,6 +149,27 @@ def test_binaries_by_the_text_of_their_sources(tmp_path: Path, monkeypatch: pyte
     gone = {"csrc/one.cpp": (("return 3", "return 2"),)}
     with pytest.raises(AssertionError, match=r"no longer in csrc/one\.cpp"):
         builds.Binary("trial", here.folders, here.sources, (), changes=gone).path()
+
+
+def test_an_object_is_compiled_again_if_what_it_includes_has_changed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DS_ZIPCCL_CACHE", str(tmp_path / "cache"))
+    files = {
+        "one.cpp": '#include "a.h"\nint one = A;',
+        "a.h": '#include "b.h"',
+        "b.h": "#define A 1",
+        "two.cpp": "int main() {}",
+    }
+    (tmp_path / "csrc").mkdir()
+    for name, text in files.items():
+        (tmp_path / "csrc" / name).write_text(text)
+    trial = builds.Binary("trial", {"csrc": tmp_path / "csrc"}, {"csrc/one.cpp": (), "csrc/two.cpp": ()}, ())
+    counts = []
+    for change in ({}, {"csrc/b.h": (("A 1", "A 2"),)}, {"csrc/two.cpp": (("main() {}", "main() { return 1; }"),)}):
+        replace(trial, changes=change).path()
+        counts.append(len([one for one in (tmp_path / "cache").rglob("test_object_*") if not one.suffix]))
+    assert counts == [2, 3, 4]
 
 
 def test_references_are_kept_until_a_source_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

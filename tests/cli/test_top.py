@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import pty
+import signal
 import subprocess
 import sys
 import time
@@ -106,7 +107,13 @@ def test_a_terminal_gets_a_view_that_follows(tmp_path: Path) -> None:
     path.write_text(line(1, 5))
     terminal, theirs = pty.openpty()
     words = [sys.executable, "-m", "ds_zipccl", "top", str(path)]
-    process = subprocess.Popen(words, stdout=theirs, env={**os.environ, "TERM": "xterm", "COLUMNS": "200"})
+    # A shell starts what runs in its background without Ctrl-C, and these tests may be there.
+    process = subprocess.Popen(
+        words,
+        stdout=theirs,
+        env={**os.environ, "TERM": "xterm", "COLUMNS": "200"},
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
     os.close(theirs)
     said = b""
     try:
@@ -115,7 +122,7 @@ def test_a_terminal_gets_a_view_that_follows(tmp_path: Path) -> None:
             if b"step 1," in said and not path.read_text().count('"step": 9'):
                 with path.open("a") as file:
                     file.write(line(9, 2))
-        process.send_signal(2)
+        process.send_signal(signal.SIGINT)
         with contextlib.suppress(OSError):  # until its end is closed: a full terminal would block its last lines
             while os.read(terminal, 1 << 16):
                 pass

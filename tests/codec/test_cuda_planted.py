@@ -250,7 +250,7 @@ for line in sys.stdin:
     file, change, parts, words = json.loads(line)
     if not (child := os.fork()):
         emulation.launcher = lambda: made({file: (tuple(change),)}, parts)
-        status = pytest.main(["-q", "-p", "no:cacheprovider", *words])
+        status = pytest.main(["-q", "-x", "-p", "no:cacheprovider", *words])
         sys.stdout.flush()
         os._exit(status)
     print("\\nSTATUS", os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)

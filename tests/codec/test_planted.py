@@ -493,10 +493,11 @@ ALONE = {
 
 
 def _library(codec: str, changes: Mapping[str, tuple[Change, ...]]) -> CppBackend:
-    """The C++ route, or the functions of a codec alone, with mistakes in them."""
-    sources = {f"csrc/{name}": flags for name, flags in build.CPU.objects} if codec == "codec" else asan.alone(codec)
-    flags = (*build.CPU.flags, "-O0" if codec == "codec" else "-O1")
-    path = Binary(codec, asan.FOLDERS, sources, flags, ("-shared",), changes).path()
+    """The C++ route at its portable level, or the functions of a codec alone, with mistakes in them."""
+    sources, more, level = (
+        (asan.PORTABLE, asan.ONE_LEVEL, "-O0") if codec == "codec" else (asan.alone(codec), {}, "-O1")
+    )
+    path = Binary(codec, asan.FOLDERS, sources, (*build.CPU.flags, level), ("-shared",), {**changes, **more}).path()
     return CppBackend(ctypes.CDLL(str(path)), ALONE[codec][0] if codec in ALONE else SIGNATURES)
 
 

@@ -36,6 +36,7 @@ def binary(changes: Mapping[str, tuple[Change, ...]] | None = None, parts: int =
             "-O2" if parts == EVERY_PART else "-O0",
             "-std=c++17",
             "-fPIC",
+            "-fno-semantic-interposition",
             "-ffp-contract=off",
             f"-DZIPCCL_PARTS={parts}",
             *checks,

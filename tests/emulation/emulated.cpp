@@ -1,14 +1,12 @@
 // The scheduler of emulation.h, and the kernels behind the C interface that csrc/cuda/launch.cu has on a GPU.
 #include "emulation.h"  // first: it defines the words that the kernels are written in
 
-#include <setjmp.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <sys/mman.h>
 #include <ucontext.h>
 
 #include <memory>
-#include <random>
 #include <vector>
 
 #include "cpu/lossy/denormals.h"
@@ -26,32 +24,36 @@ constexpr uint32_t kThreads = zipccl::kThreads, kWarps = kThreads / kLanes;
 constexpr uint64_t kStack = (256 << 10) + 576;  // not a power of two: the ends of all stacks would have the same few lines of the cache
 constexpr uint32_t kResident = 3;  // most blocks that run at a time: the others wait until one of these ends
 
+// A place on a stack that waits, for __builtin_setjmp: tests change stacks most of the time, and jmp_buf would have far more.
+using Place = void*[5];
+
 struct Block;
 struct Fiber {
   Block* block;
-  uint32_t thread, exchanges = 0;  // how often it has exchanged values with its warp
-  jmp_buf where;
-  bool started = false;
-  char* stack;
+  uint32_t thread, exchanges;  // how often it has exchanged values with its warp
+  Place where;
+  char* stack = nullptr;  // goes on from one block of threads to the next
 };
 struct Warp {
-  uint32_t here = 0;
-  const char* operation = nullptr;
+  uint32_t here;
+  const char* operation;
   uint32_t values[2][kLanes];  // of this exchange and the last one, which slow lanes still read
 };
 struct Block {
-  uint32_t index, waiting = 0, ended = 0;
+  uint32_t index, waiting, ended = kThreads;
   Fiber fibers[kThreads];
   Warp warps[kWarps];
   std::unique_ptr<char, void (*)(void*)> shared{nullptr, free};
 };
 
+Block residents[kResident];
 void (*run_kernel)(const void*);
 const void* parameters;
 Fiber* current;
-jmp_buf scheduler;
-std::vector<Fiber*> ready;
-std::mt19937_64 chance;
+Place scheduler;
+Fiber* ready[kResident * kThreads];
+uint32_t are_ready = 0;
+uint64_t chance;
 uint32_t shared_bytes;
 Index grid;
 uint64_t sighs = 0;  // how often threads gave way since a warp last got on
@@ -60,6 +62,24 @@ constexpr uint64_t kPatience = 10'000'000;
 [[noreturn]] void fail(const char* what, const char* more) {
   fprintf(stderr, "emulation: block %u, thread %u: %s%s\n", current->block->index, current->thread, what, more);
   abort();
+}
+
+// A number below a limit, by SplitMix64 (Steele, Lea and Flood, 2014).
+uint32_t draw(uint32_t limit) {
+  uint64_t z = chance += 0x9e3779b97f4a7c15;
+  z = (z ^ z >> 30) * 0xbf58476d1ce4e5b9;
+  z = (z ^ z >> 27) * 0x94d049bb133111eb;
+  return uint32_t(((z ^ z >> 31) >> 32) * limit >> 32);
+}
+
+void add(Fiber* fiber) { ready[are_ready++] = fiber; }
+
+Fiber* take() {
+  if (!are_ready) return nullptr;
+  const uint32_t pick = draw(are_ready);
+  Fiber* const fiber = ready[pick];
+  ready[pick] = ready[--are_ready];
+  return fiber;
 }
 
 // AddressSanitizer is told of every change of stacks. The scheduler's stack is learned by the first fiber that starts.
@@ -71,41 +91,61 @@ void to_scheduler() { __sanitizer_start_switch_fiber(nullptr, scheduler_stack, s
 void arrived() { __sanitizer_finish_switch_fiber(nullptr, nullptr, nullptr); }
 void arrived_from_scheduler() { __sanitizer_finish_switch_fiber(nullptr, &scheduler_stack, &scheduler_bytes); }
 void forbid(void* at, uint64_t bytes) { __asan_poison_memory_region(at, bytes); }
-void permit(void* at, uint64_t bytes) { __asan_unpoison_memory_region(at, bytes); }
 #else
 void to_fiber(Fiber*) {}
 void to_scheduler() {}
 void arrived() {}
 void arrived_from_scheduler() {}
 void forbid(void*, uint64_t) {}
-void permit(void*, uint64_t) {}
 #endif
 
-void leave() {
-  if (!_setjmp(current->where)) {
-    to_scheduler();
-    _longjmp(scheduler, 1);
-  }
-  arrived_from_scheduler();
+// A jump is a call of its own: a compiler takes a place for unreachable if only its own function jumps. And callers must not know which
+// registers these functions leave alone.
+#define STACKS_CHANGE __attribute__((noipa))
+
+[[noreturn]] STACKS_CHANGE void go_on(Fiber* fiber) {
+  current = fiber;
+  to_fiber(fiber);
+  __builtin_longjmp(fiber->where, 1);
 }
+
+[[noreturn]] STACKS_CHANGE void go_to_scheduler() {
+  to_scheduler();
+  __builtin_longjmp(scheduler, 1);
+}
+
+STACKS_CHANGE void leave_for(Fiber* next) {
+  if (__builtin_setjmp(current->where)) return arrived();
+  if (next) go_on(next);
+  go_to_scheduler();
+}
+
+void leave() { leave_for(take()); }
 
 void body() {
   arrived_from_scheduler();
-  run_kernel(parameters);
-  ++current->block->ended;
-  to_scheduler();
-  _longjmp(scheduler, 2);
+  for (;;) {
+    leave_for(nullptr);
+    run_kernel(parameters);
+    ++current->block->ended;
+  }
 }
 
-void resume(Fiber* fiber) {
+// Returns when a thread has ended, or when none can go on.
+STACKS_CHANGE void resume(Fiber* fiber) {
+  if (!__builtin_setjmp(scheduler)) go_on(fiber);
+  arrived();
+}
+
+// Returns when the fiber waits for its first block of threads.
+STACKS_CHANGE void make(Fiber* fiber, char* stack) {
+  if (__builtin_setjmp(scheduler)) return arrived();
+  fiber->stack = stack;
   current = fiber;
-  if (_setjmp(scheduler)) return arrived();
   to_fiber(fiber);
-  if (fiber->started) _longjmp(fiber->where, 1);
-  fiber->started = true;
   ucontext_t context, back;
   getcontext(&context);
-  context.uc_stack.ss_sp = fiber->stack;
+  context.uc_stack.ss_sp = stack;
   context.uc_stack.ss_size = kStack;
   context.uc_link = nullptr;
   makecontext(&context, body, 0);
@@ -127,7 +167,7 @@ void* shared_memory(uint64_t bytes) {
 
 void give_way() {
   if (++sighs > kPatience) fail("threads spin for ever: ", "what they wait for does not come");
-  ready.push_back(current);
+  add(current);
   leave();
 }
 
@@ -135,20 +175,20 @@ void wait_for_block() {
   Block& block = *current->block;
   if (++block.waiting < kThreads) return leave();
   block.waiting = 0;
-  for (Fiber& fiber : block.fibers) ready.push_back(&fiber);
+  for (Fiber& fiber : block.fibers) add(&fiber);
   leave();
 }
 
 const uint32_t* exchange(uint32_t value, const char* operation) {
   Warp& warp = current->block->warps[current->thread / kLanes];
-  if (warp.here && strcmp(warp.operation, operation)) fail("lanes of a warp wait for different operations: ", operation);
+  if (warp.here && warp.operation != operation && strcmp(warp.operation, operation)) fail("lanes of a warp wait for different operations: ", operation);
   warp.operation = operation;
   uint32_t* const values = warp.values[current->exchanges++ % 2];
   values[current->thread % kLanes] = value;
   if (++warp.here == kLanes) {
     warp.here = 0;
     if (strcmp(operation, "any")) sighs = 0;  // a loop that waits has only this one
-    for (uint32_t lane = 0; lane < kLanes; ++lane) ready.push_back(&current->block->fibers[current->thread / kLanes * kLanes + lane]);
+    for (uint32_t lane = 0; lane < kLanes; ++lane) add(&current->block->fibers[current->thread / kLanes * kLanes + lane]);
   }
   leave();
   return values;
@@ -194,43 +234,35 @@ extern "C" int32_t zipccl_cuda_launch(const char* name, uint32_t x, uint32_t y, 
   shared_bytes = shared;
   grid = {x, y};
   const uint32_t blocks = x * y;
-  chance.seed(seed);
+  chance = seed;
   // Blocks start in any order.
   std::vector<uint32_t> order(blocks);
   for (uint32_t i = 0; i < blocks; ++i) order[i] = i;
-  for (uint32_t i = blocks; i > 1; --i) std::swap(order[i - 1], order[chance() % i]);
-  std::vector<std::unique_ptr<Block>> residents(kResident);
+  for (uint32_t i = blocks; i > 1; --i) std::swap(order[i - 1], order[draw(i)]);
   uint32_t next = 0;
-  ready.clear();
-  const auto start = [&](uint32_t place) {
-    residents[place] = nullptr;
+  are_ready = 0;
+  const auto start = [&](Block& block) {
     if (next == blocks) return;
-    auto block = std::make_unique<Block>();
-    block->index = order[next++];
-    block->shared.reset(static_cast<char*>(aligned_alloc(16, shared + (shared ? 0 : 16))));
-    memset(block->shared.get(), 0xa5, shared);
+    block.index = order[next++];
+    block.waiting = block.ended = 0;
+    memset(block.warps, 0, sizeof block.warps);
+    block.shared.reset(static_cast<char*>(aligned_alloc(16, shared + (shared ? 0 : 16))));
+    memset(block.shared.get(), 0xa5, shared);
     for (uint32_t t = 0; t < kThreads; ++t) {
-      block->fibers[t].block = block.get();
-      block->fibers[t].thread = t;
-      block->fibers[t].stack = stacks + (uint64_t(place) * kThreads + t) * kStack;
-      permit(block->fibers[t].stack, kStack);  // the stack of an ended fiber, whose frames never returned
-      ready.push_back(&block->fibers[t]);
+      Fiber& fiber = block.fibers[t];
+      fiber.block = &block;
+      fiber.thread = t;
+      fiber.exchanges = 0;
+      if (!fiber.stack) make(&fiber, stacks + (uint64_t(&block - residents) * kThreads + t) * kStack);
+      add(&fiber);
     }
-    residents[place] = std::move(block);
   };
-  for (uint32_t place = 0; place < places; ++place) start(place);
-  while (!ready.empty()) {
-    const uint64_t pick = chance() % ready.size();
-    Fiber* const fiber = ready[pick];
-    ready[pick] = ready.back();
-    ready.pop_back();
+  for (uint32_t place = 0; place < places; ++place) start(residents[place]);
+  while (Fiber* const fiber = take()) {
     resume(fiber);
-    if (fiber->block->ended < kThreads) continue;
-    uint32_t place = 0;
-    while (residents[place].get() != fiber->block) ++place;
-    start(place);
+    if (current->block->ended == kThreads) start(*current->block);
   }
-  for (const auto& block : residents)
-    if (block) fprintf(stderr, "emulation: block %u waits for ever\n", block->index), abort();
+  for (const Block& block : residents)
+    if (block.ended < kThreads) fprintf(stderr, "emulation: block %u waits for ever\n", block.index), abort();
   return 0;
 }

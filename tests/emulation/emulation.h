@@ -179,7 +179,7 @@ inline double __longlong_as_double(long long bits) {
 template <uint32_t kTable>
 uint32_t look_up3(uint32_t a, uint32_t b, uint32_t c) {
   uint32_t found = 0;
-  for (uint32_t bit = 0; bit < 32; ++bit) found |= (kTable >> ((a >> bit & 1) * 4 + (b >> bit & 1) * 2 + (c >> bit & 1)) & 1) << bit;
+  for (uint32_t at = 0; at < 8; ++at) found |= kTable >> at & 1 ? (at & 4 ? a : ~a) & (at & 2 ? b : ~b) & (at & 1 ? c : ~c) : 0;
   return found;
 }
 inline uint32_t zeros_above(uint32_t x) { return x ? uint32_t(__builtin_clz(x)) : ~0u; }

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 import shutil
 import subprocess
 import tempfile
@@ -120,11 +121,27 @@ class Binary:
                 text = text.replace(good, bad)
             (stage / file).write_text(text)
         command = [*self.compiler(), *self.flags, f"-I{stage / 'csrc'}"]
-        objects = {source: f"{stage / source}.o" for source in self.sources}
-        commands = [[*command, *own, "-c", str(stage / at), "-o", objects[at]] for at, own in self.sources.items()]
+
+        def compiled(source: str) -> str:
+            """An object is kept too: a mistake in one file leaves most others as they are."""
+            own = [*command, *self.sources[source], "-c", str(stage / source), "-o"]
+            parts = [build._identity(self.compiler()), *self.flags, *self.sources[source], *_included(stage, source)]
+            return str(kept("object", parts, lambda to: _run([*own, str(to)])))
+
         with ThreadPoolExecutor(os.cpu_count()) as pool:
-            list(pool.map(_run, commands))
-        _run([*command, *self.link_flags, *objects.values(), "-o", str(target)])
+            objects = list(pool.map(compiled, self.sources))
+        _run([*command, *self.link_flags, *objects, "-o", str(target)])
+
+
+def _included(stage: Path, source: str) -> Iterable[str | bytes]:
+    """Name and content of ``source`` and of every file of ``stage`` that it includes."""
+    found = [stage / source]
+    for path in found:  # which grows
+        yield path.relative_to(stage).as_posix()
+        yield path.read_bytes()
+        for name in re.findall(r'#include "(.+)"', path.read_text()):
+            beside = [folder / name for folder in (path.parent, *stage.iterdir()) if (folder / name).exists()]
+            found += [one for one in beside[:1] if one not in found]
 
 
 def _run(command: Sequence[str]) -> None:
