@@ -12,16 +12,16 @@ TEST_PATH = .:tests/support:tests:tests/comm
 # `make test T=tests/comm/test_moves.py K=every_bit`, or `make test-all T=tests/codec`.
 T ?=
 K ?=
-# Two workers for all tests, none for a selection. The tests of a file share fixtures, and so a worker. xdist would give files with few tests
-# out last, and those are the longest: tests/support/tiers.py has the order.
-WORKERS = $(if $(T)$(K),,-n 2 --dist loadfile --no-loadscope-reorder)
+# Three workers for all tests on two cores, as some tests wait for a network or for each other; none for a selection. The tests of a file share
+# fixtures, and so a worker. xdist would give files with few tests out last, and those are the longest: tests/support/tiers.py has the order.
+WORKERS = $(if $(T)$(K),,-n 3 --dist loadfile --no-loadscope-reorder)
 PYTEST = $(BIN)/python -m pytest -q --need-deepspeed --durations=25 $(WORKERS) $(T) $(if $(K),-k "$(K)")
 # Tests start thousands of processes; each would compile the modules anew.
 unexport PYTHONDONTWRITEBYTECODE
 export DS_ACCELERATOR = cpu
 export PYTHONWARNINGS = ignore::FutureWarning
 
-.PHONY: demo test test-all corpus step-logs doctor-check fuzz soak soak-sim gpu gpu-wheels cuda-static simai cpu-instructions wheels matrix results dockerfile mutants size lint clean
+.PHONY: demo test test-all every-test corpus step-logs doctor-check fuzz soak soak-sim gpu gpu-wheels cuda-static simai cpu-instructions wheels matrix results dockerfile mutants size lint clean
 
 # torch first and pinned: with it in place nothing else pulls another build. DS_BUILD_OPS=0: DeepSpeed compiles nothing at install.
 $(VENV)/ready: setup.py pyproject.toml
@@ -39,12 +39,16 @@ demo: $(VENV)/ready
 test: $(VENV)/ready lint
 	$(PYTEST) -m "not full"
 
-# Everything, then a minute of fuzzing and a minute of random operations, each from a new seed, which it prints.
-test-all: $(VENV)/ready lint size
-	$(PYTEST)
+# Everything, with types checked meanwhile, which takes two minutes the first time. Then a minute of fuzzing and a minute of random
+# operations, at a time, each from a new seed, which it prints.
+test-all: $(VENV)/ready
+	$(MAKE) --jobs=2 lint size every-test
 ifeq ($(T)$(K),)
 	$(MAKE) --jobs=2 fuzz soak FUZZ_SECONDS=60 SOAK_SECONDS=60
 endif
+
+every-test: $(VENV)/ready
+	$(PYTEST)
 
 # Tensors of a real training step, for `bench codec --corpus`; about half a minute.
 corpus: $(VENV)/ready

@@ -61,8 +61,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
         for folder in folders:
             tiny_llama.llama().save_pretrained(folder / "llama")
         sources = [PACKAGE / "telemetry", TESTS / "support/tiny_llama.py", TESTS / "support/engines.py"]
-        plain = reference(__file__, 2, folders[0], models, sources=sources, HF_HUB_OFFLINE="1")
-        coded = launch(__file__, 2, folders[1], models, DS_ZIPCCL="", HF_HUB_OFFLINE="1")
+        plain = reference(__file__, 2, folders[0], models, sources=sources)
+        coded = launch(__file__, 2, folders[1], models, DS_ZIPCCL="")
         return plain["results"], coded["results"], folders[1]
 
     return get
@@ -88,7 +88,7 @@ def test_unchanged_script_is_coded_and_keeps_its_bits(runs: Runs, models: str, l
 def test_a_resumed_training_has_the_bits_of_an_uninterrupted_one(runs: Runs) -> None:
     """In a new process: Trainer cannot resume with ZeRO-3 in the process of the first training, plain either (a tracing error)."""
     (plain, _, folder), options = runs("whole"), ("whole", "resume")
-    found = launch(__file__, 2, folder, *options, DS_ZIPCCL="", HF_HUB_OFFLINE="1")["results"]["trainer"]
+    found = launch(__file__, 2, folder, *options, DS_ZIPCCL="")["results"]["trainer"]
     assert found["coded_calls"]["zero_grad"] > 0 and len(found["steps"]) == STEPS // 2, "fewer steps"
     for key in ("losses", "params"):
         assert found[key] == plain["trainer"][key], key
@@ -106,7 +106,7 @@ def test_logs_of_trainer_have_the_figures(tmp_path: Path) -> None:
     import tiny_llama
 
     tiny_llama.llama().save_pretrained(tmp_path / "llama")
-    found = launch(__file__, 2, tmp_path, "logs", DS_ZIPCCL="", HF_HUB_OFFLINE="1")["results"]
+    found = launch(__file__, 2, tmp_path, "logs", DS_ZIPCCL="")["results"]
     training = [entry for entry in found["history"] if "eval_loss" not in entry]
     assert len(training) == STEPS + 1 and len(found["history"]) > len(training)
     names = {f"zipccl/{name}" for name in ("logical_bytes", "wire_bytes", "saved_bytes", "ratio", "seconds_saved")}

@@ -130,8 +130,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], dict
     names = SHORT if programs.KEEP_REFERENCES else tuple(CASES)
     folders = [tmp_path_factory.mktemp(name) for name in ("plain", "coded")]
     sources = [*SOURCES, TESTS / "support" / "tiny_llama.py"]
-    plain = programs.reference(__file__, 2, folders[0], *names, sources=sources, HF_HUB_OFFLINE="1")
-    coded = programs.launch(__file__, 2, folders[1], *names, DS_ZIPCCL=section(), HF_HUB_OFFLINE="1")
+    plain = programs.reference(__file__, 2, folders[0], *names, sources=sources)
+    coded = programs.launch(__file__, 2, folders[1], *names, DS_ZIPCCL=section())
     return plain, coded
 
 

@@ -126,7 +126,9 @@ class Binary:
             """An object is kept too: a mistake in one file leaves most others as they are."""
             own = [*command, *self.sources[source], "-c", str(stage / source), "-o"]
             parts = [build._identity(self.compiler()), *self.flags, *self.sources[source], *_included(stage, source)]
-            return str(kept("object", parts, lambda to: _run([*own, str(to)])))
+            found = stage / f"{source}.o"  # the name by which every linker knows it
+            found.symlink_to(kept("object", parts, lambda to: _run([*own, str(to)])))
+            return str(found)
 
         with ThreadPoolExecutor(os.cpu_count()) as pool:
             objects = list(pool.map(compiled, self.sources))

@@ -30,7 +30,8 @@ from places import PYTHONPATH
 #: Seconds for all ranks to fail after the first failure.
 GRACE = 5.0
 #: DeepSpeed's optimizers would load torch's compiler, for six seconds a rank. DeepSpeed reads its timeout, in minutes, at import.
-_IMPORTED_WITH = {"TORCHDYNAMO_DISABLE": "1", "DEEPSPEED_TIMEOUT": "2", "PYTHONPATH": PYTHONPATH}
+#: Models are those of the tests, so that no hub is asked.
+_IMPORTED_WITH = {"TORCHDYNAMO_DISABLE": "1", "DEEPSPEED_TIMEOUT": "2", "PYTHONPATH": PYTHONPATH, "HF_HUB_OFFLINE": "1"}
 _FIXED = {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore::FutureWarning", **_IMPORTED_WITH}
 #: Whether a reference may come from an earlier run. The full tier runs each again.
 KEEP_REFERENCES = False
@@ -227,6 +228,11 @@ def _serve() -> None:
     _rest_before_the_end()
     for line in iter(sys.stdin.readline, ""):
         request = json.loads(line)
+        if "transformers" in Path(request["argv"][0]).read_text():  # else every rank imports these for seconds
+            with contextlib.suppress(ImportError):
+                import peft  # noqa: F401
+                import transformers.models.llama.modeling_llama
+                import transformers.trainer  # noqa: F401
         ranks: dict[int, int] = {}
         for rank, environment in enumerate(request["environments"]):
             process = os.fork()
