@@ -48,7 +48,7 @@ ifeq ($(T)$(K),)
 endif
 
 every-test: $(VENV)/ready
-	$(PYTEST)
+	env -u MAKEFLAGS $(PYTEST)  # for tests that call make
 
 # Tensors of a real training step, for `bench codec --corpus`; about half a minute.
 corpus: $(VENV)/ready
