@@ -19,7 +19,7 @@ pytest.importorskip("deepspeed")
 MORE = 3.0
 
 JOB = """
-import hashlib, os, sys, torch, deepspeed, torch.distributed as dist
+import hashlib, sys, torch, deepspeed, torch.distributed as dist
 deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # an unused operator that takes a minute to build
 dist.init_process_group("gloo", init_method=f"file://{sys.argv[2]}", rank=int(sys.argv[1]), world_size=2)
 deepspeed.init_distributed("gloo")
@@ -35,9 +35,8 @@ for stage in (2, 3):
         digest.update(outputs.detach().view(torch.int16).numpy().tobytes())
         engine.backward(outputs.float().pow(2).mean())
         engine.step()
-print("digest", digest.hexdigest(), *sorted({"numba", "llvmlite"} & set(sys.modules)), flush=True)
+print("digest", digest.hexdigest(), *sorted({"numba", "llvmlite"} & set(sys.modules)))
 dist.destroy_process_group()
-os._exit(0)  # torch's threads sometimes abort the end of an interpreter, plain too
 """
 
 
@@ -48,7 +47,6 @@ def job(folder: Path, ds_zipccl: str = "") -> tuple[str, float]:
     met.unlink(missing_ok=True)
     usual = {name: value for name, value in os.environ.items() if name not in ("DS_ZIPCCL", "PYTHONDONTWRITEBYTECODE")}
     own = {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "DS_ZIPCCL": ds_zipccl}
-    own |= {"TORCHDYNAMO_DISABLE": "1"}  # else each rank loads torch's compiler for many seconds, plain and coded
     before = os.times()
     ranks = [
         subprocess.Popen(
@@ -69,11 +67,12 @@ def job(folder: Path, ds_zipccl: str = "") -> tuple[str, float]:
 @pytest.mark.flaky(reruns=1)
 @pytest.mark.full(reason="a minute")
 def test_cpu_time_of_a_start(tmp_path: Path) -> None:
-    """Plain and coded jobs by turns, after a coded one that fills the caches of both; the median of three differences, if the first is not
-    far below the bound. No job imports numba, which takes half a CPU second: kernels that a job does not use are not loaded."""
+    """Plain and coded jobs by turns, after a coded one that fills the caches of both; the median of three differences, which two decide if
+    they agree. No job imports numba, which takes half a CPU second: kernels that a job does not use are not loaded, not even to say so in
+    the start-up line."""
     job(tmp_path)
     differences: list[float] = []
-    while not differences or (differences[0] > MORE / 2 and len(differences) < 3):
+    while len(differences) < 2 or (len(differences) < 3 and len({more <= MORE for more in differences}) > 1):
         (one, plain), (other, coded) = job(tmp_path, "0"), job(tmp_path)
         assert one == other and len(other.split()) == 2, "bits, or a module"
         differences.append(coded - plain)
