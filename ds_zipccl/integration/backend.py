@@ -51,8 +51,6 @@ _DEFAULTS = {
     "output_split_sizes": None,
     "input_split_sizes": None,
 }
-#: Operation and role of ZeRO's parameter gathers.
-_PARAMETER_GATHER = ("all_gather_into_tensor", "zero_param")
 
 
 def _collective(name: str) -> Callable[..., Any]:
@@ -68,10 +66,11 @@ def _collective(name: str) -> Callable[..., Any]:
             return self.job.untraced[name](self, *args, **kwargs)
         if may_bypass and self.job.bypass is not None and self.job.bypass.takes(name, args, kwargs):
             return plain(self, *args, **kwargs)
-        if not self.job.config.torch_distributed:
-            return coded(self, *args, **kwargs)
         with hints.hinting(seen=True):
-            return coded(self, *args, **kwargs)
+            handle = coded(self, *args, **kwargs)
+        if handle is not None and (started := hints.current().started) is not None:
+            started.append(handle)
+        return handle
 
     method.coded = coded  # type: ignore[attr-defined]
     return method
@@ -103,15 +102,14 @@ def _coded(name: str) -> Callable[..., Any]:
             else:
                 more["lossy"] = codec
         if one.point_to_point:
-            device = values[0].device.type
-            if device == "cpu":
+            if (device := values[0].device.type) == "cpu":
                 return run(*values, **more)
             counters.record_pass(role, name, _nbytes(values[0]), PassReason.P2P_DEVICE.of(device))
             return plain(self, *values)
         more["uncompressed_call"] = functools.partial(plain, self, *values)
         if name == "all_reduce" and (owners := slice_owners(self.job, *values, role=role)):
             return comm.reduce_to_owners(values[0], owners, *values[1:3], **more)
-        if (name, role) == _PARAMETER_GATHER:
+        if (name, role) == ("all_gather_into_tensor", "zero_param"):
             if gathers.is_secondary(values[0].device, given["group"]):
                 sent = one.sent_bytes(_nbytes(values[0]), group_size(given["group"]))
                 counters.record_pass(role, name, sent, PassReason.SECONDARY.value)

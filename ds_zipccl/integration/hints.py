@@ -25,7 +25,7 @@ class Hint(NamedTuple):
     ``role``: of the calls over data that the running method of DeepSpeed makes, whatever their names; "" in all other methods.
     ``lossy``: the calls that a lossy codec may change, see :class:`.lossy.calls.Calls`. ``seen``: the running call was seen, and calls of
     torch.distributed within it go on to torch's functions; they may come by way of other modules. ``stepping``: ZeRO stage of the engine
-    that is taking an optimizer step; 0: no engine is.
+    that is taking an optimizer step; 0: no engine is. ``started``: takes the handles of asynchronous calls, for one who waits for all.
     """
 
     parameters: dict[int, Any] = {}  # the defaults stay empty: calls only take from these two
@@ -37,6 +37,7 @@ class Hint(NamedTuple):
     lossy: Any = None
     seen: bool = False
     stepping: int = 0
+    started: list[Any] | None = None
 
 
 _NOTHING = Hint()

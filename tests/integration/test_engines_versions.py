@@ -5,9 +5,11 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -15,7 +17,7 @@ from engines import BATCH, CONTEXT, FIRST, SOURCES, VOCABULARY, ZERO3, Lab, Mode
 from programs import launch, plain_and_coded, reference
 from tiers import mostly_full
 
-from ds_zipccl.comm import CommError, topology
+from ds_zipccl.comm import CommError, topology, work
 from ds_zipccl.comm.buffer_pool import PooledBuffers
 from ds_zipccl.comm.host import gather as host_gather
 from ds_zipccl.comm.host import versions
@@ -246,6 +248,31 @@ def several_engines(lab: Lab) -> None:
     train(lab, second, 1, "unfrozen", "sends")
 
 
+def unwaited(lab: Lab) -> None:
+    """Weights are gathered where DeepSpeed waits for none of several gathers; up to 0.19.4 it waits for the last one alone."""
+    import deepspeed
+
+    engine, gather, run = start(lab), deepspeed.comm.all_gather_into_tensor, work.Work._run
+    lab.train(engine)
+
+    def lazy(*args: Any, **kwargs: Any) -> Any:
+        return mock.Mock() if gather(*args, **kwargs) is not None else None
+
+    def slow(handle: Any, job: Callable[[], None]) -> None:
+        time.sleep(0.1)
+        run(handle, job)
+
+    weights = [layer.weight for layer in engine.module.layers]
+    for weight in weights:  # or nothing is sent
+        weight.ds_tensor.data.mul_(1 + lab.rank)
+    with contextlib.ExitStack() as patches:
+        if os.environ["DS_ZIPCCL"] != "0":
+            patches.enter_context(mock.patch.object(deepspeed.comm, "all_gather_into_tensor", lazy))
+            patches.enter_context(mock.patch.object(work.Work, "_run", slow))
+        with deepspeed.zero.GatheredParameters(weights):
+            lab.losses.append(digest([weight.data for weight in weights]))
+
+
 CASES: dict[str, Callable[[Lab], None]] = {
     "plain": plain,
     "mixed": functools.partial(plain, make=Mixed),
@@ -263,6 +290,7 @@ CASES: dict[str, Callable[[Lab], None]] = {
     "evaluated": evaluated,
     "checkpoint": checkpoint,
     "several engines": several_engines,
+    "unwaited": unwaited,
 }
 HPZ = functools.partial(plain, zero={"zero_hpz_partition_size": 2})
 

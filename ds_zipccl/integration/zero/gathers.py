@@ -55,10 +55,15 @@ def gather_coalesced(original: Callable[..., Any], params: Iterable[Any], *args:
 
 
 def gather_single(original: Callable[..., Any], init: Any, param_list: Iterable[Any], *args: Any, **kwargs: Any) -> Any:
-    """Note the parameters that ``Init._all_gather`` gathers, one after the other."""
-    params = list(param_list)
-    with hints.hinting(parameters={one.ds_id: one for one in params if one.ds_status.name == "NOT_AVAILABLE"}):
-        return original(init, params, *args, **kwargs)
+    """Note the parameters that ``Init._all_gather`` gathers, one after the other; wait for all gathers where it returns no handles. Up to
+    0.19.4 DeepSpeed waits for the last one alone, and gathers over gloo end in any order."""
+    params, started = list(param_list), list[Any]()
+    awaited = {one.ds_id: one for one in params if one.ds_status.name == "NOT_AVAILABLE"}
+    with hints.hinting(parameters=awaited, started=started):
+        handle = original(init, params, *args, **kwargs)
+    for one in started if handle is None else ():
+        one.wait()
+    return handle
 
 
 def partition(original: Callable[..., Any], init: Any, param_list: Any, *args: Any, **kwargs: Any) -> Any:
@@ -143,8 +148,8 @@ def hold_bases(
                 reasons.append(f"{limit / 1e6:.1f} MB are allowed on a node, see zero3_base_mib")
             some = [some[number] for number in chosen]
         try:
-            kind = "host" if auto else config.zero3_base
-            found = comm.allocate_bases([(one.numel, one.dtype) for one in some], kind, group, device)
+            shards = [(one.numel, one.dtype) for one in some]
+            found = comm.allocate_bases(shards, "host" if auto else config.zero3_base, group, device)
         except comm.CommError as error:  # on all ranks of the group
             if not auto:
                 raise
@@ -238,11 +243,10 @@ def take_parameters(output: torch.Tensor, group: dist.ProcessGroup | None) -> Se
     wanted, members = hints.current().parameters, group_state(group)
     if not wanted or members is None:
         return ()
-    numel = output.numel() // members.size
     awaited = [param for param in wanted.values() if param.ds_process_group is group]
     gathered = [param for param in awaited if gathered_dtype(param) == output.dtype]
     for some in (gathered, gathered[:1]):  # one gather of all, or one per parameter
-        if sum(param.ds_tensor.ds_numel for param in some) == numel:
+        if sum(param.ds_tensor.ds_numel for param in some) == output.numel() // members.size:
             for param in some:
                 del wanted[param.ds_id]
             return some
@@ -284,11 +288,8 @@ def agreed_of(params: Sequence[Any]) -> Sequence[Agreed]:
 
 def parts_of(params: Sequence[Any], dtype: torch.dtype) -> Sequence[Part]:
     """Return the parameters of a gather in a dtype as parts of it, or nothing if none of them has a base that fits the gather."""
-    kept, found = states_of(params, Kept), []
-    if not any(kept):
-        return ()
-    for param, one in zip(params, kept, strict=True):
-        found.append(part_of(one, param.ds_tensor.ds_numel, dtype))
+    kept = zip(params, states_of(params, Kept), strict=True)
+    found = [part_of(one, param.ds_tensor.ds_numel, dtype) for param, one in kept]
     if not any(part.kept is not None for part in found):
         return ()
     for versions in versions_of(params):
