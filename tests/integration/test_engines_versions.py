@@ -249,7 +249,7 @@ def several_engines(lab: Lab) -> None:
 
 
 def unwaited(lab: Lab) -> None:
-    """Weights are gathered where DeepSpeed waits for none of several gathers; up to 0.19.4 it waits for the last one alone."""
+    """Weights are gathered where DeepSpeed waits for none of several gathers; up to 0.19.7 it waits for the last one alone."""
     import deepspeed
 
     engine, gather, run = start(lab), deepspeed.comm.all_gather_into_tensor, work.Work._run

@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import hashlib
 import json
+import os
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -164,6 +165,20 @@ def train_each(
     return lambda ranks, kind, case: found[ranks, kind][case]
 
 
+def one_by_one() -> None:
+    """Let plain DeepSpeed gather parameters one after the other. It waits for the last one of several gathers alone, up to 0.19.7, and gloo
+    may end them in another order: some runs would read old words."""
+    from deepspeed.runtime.zero.partition_parameters import Init
+
+    gather = Init._allgather_params_coalesced
+
+    def gather_each(init: Any, params: Iterable[Any], *args: Any, **kwargs: Any) -> None:
+        for param in params:
+            gather(init, [param], *args, **kwargs)
+
+    Init._allgather_params_coalesced = gather_each
+
+
 def rank_program(
     cases: Mapping[str, Callable[[Any], None]],
     backend: str | None = None,
@@ -187,6 +202,8 @@ def rank_program(
     # DeepSpeed would compile this inference-only operator now, for one to two minutes.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     deepspeed.init_distributed(dist_backend=backend)
+    if os.environ.get("DS_ZIPCCL") == "0" and deepspeed.__version__ < "0.19.8":
+        one_by_one()
     gc.freeze()  # DeepSpeed collects garbage again and again; objects of imports never are garbage
     for name in names:
         lab = make(Path(folder, name))

@@ -56,7 +56,7 @@ def gather_coalesced(original: Callable[..., Any], params: Iterable[Any], *args:
 
 def gather_single(original: Callable[..., Any], init: Any, param_list: Iterable[Any], *args: Any, **kwargs: Any) -> Any:
     """Note the parameters that ``Init._all_gather`` gathers, one after the other; wait for all gathers where it returns no handles. Up to
-    0.19.4 DeepSpeed waits for the last one alone, and gathers over gloo end in any order."""
+    0.19.7 DeepSpeed waits for the last one alone, and gathers over gloo end in any order."""
     params, started = list(param_list), list[Any]()
     awaited = {one.ds_id: one for one in params if one.ds_status.name == "NOT_AVAILABLE"}
     with hints.hinting(parameters=awaited, started=started):
