@@ -88,6 +88,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         tiers.leave_out_repetitions(items)
     tiers.repeat_timings(items)
     if hasattr(config, "workerinput"):
+        tiers.by_turns(items, config.workerinput["testrunuid"])
         tiers.long_first(items, Path(__file__).parent)
 
 

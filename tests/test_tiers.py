@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import builds
 import programs
@@ -53,6 +54,17 @@ def test_workers_get_long_files_first(tmp_path: Path) -> None:
     items: list[Any] = [SimpleNamespace(path=tmp_path / name, number=number) for number, name in enumerate(names)]
     tiers.long_first(items, tmp_path)
     assert [item.number for item in items] == [3, 1, 4, 0, 2]
+
+
+def test_planted_mistakes_have_turns() -> None:
+    turns: list[int] = []
+    for run in ("0", "1", "2"):
+        items = [mock.Mock() for _ in range(10)]
+        for other in items[::4]:
+            other.get_closest_marker.return_value = None
+        tiers.by_turns(items, run)
+        turns += [number for number, item in enumerate(items) if not item.add_marker.called]
+    assert sorted(turns) == sorted([*range(10), 0, 0, 4, 4, 8, 8]), "the marked ones once, the others always"
 
 
 def test_turns(tmp_path: Path) -> None:

@@ -82,6 +82,7 @@ BOUNDS = {
 }
 
 
+@pytest.mark.planted
 @pytest.mark.parametrize(
     ("fuzzer", "bound"),
     tiers.mostly_full(

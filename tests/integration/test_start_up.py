@@ -67,10 +67,9 @@ def job(folder: Path, ds_zipccl: str = "") -> tuple[str, float]:
 @pytest.mark.flaky(reruns=1)
 @pytest.mark.full(reason="a minute")
 def test_cpu_time_of_a_start(tmp_path: Path) -> None:
-    """Plain and coded jobs by turns, after a coded one that fills the caches of both; the median of three differences, which two decide if
-    they agree. No job imports numba, which takes half a CPU second: kernels that a job does not use are not loaded, not even to say so in
-    the start-up line."""
-    job(tmp_path)
+    """Plain and coded jobs by turns; the median of three differences, which two decide if they agree: the first one is no measure where the
+    caches of byte code or kernels are empty. No job imports numba, which takes half a CPU second: kernels that a job does not use are not
+    loaded, not even to say so in the start-up line."""
     differences: list[float] = []
     while len(differences) < 2 or (len(differences) < 3 and len({more <= MORE for more in differences}) > 1):
         (one, plain), (other, coded) = job(tmp_path, "0"), job(tmp_path)
