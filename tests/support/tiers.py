@@ -16,8 +16,10 @@ from typing import Any
 import pytest
 
 #: Files whose tests take more than a minute, the longest first, and shorter ones that would come last. Workers get them first, as a long
-#: file that begins last leaves the other worker without work. Seconds of a run are in the list at its end.
+#: file that begins last leaves the other worker without work. Seconds of a run are in the list at its end. The first one compiles what
+#: numba has for a minute, and two other workers would do so too, later, at the same time.
 LONG = (
+    "tests/codec/test_codec.py",
     "tests/integration/test_fsdp.py",
     "tests/gpu/test_gpu_steps.py",
     "benchmarks/tests/test_bench_train.py",
@@ -30,7 +32,6 @@ LONG = (
     "tests/codec/test_cuda_planted.py",
     "tests/integration/test_parallel.py",
     "tests/integration/test_engines.py",
-    "tests/codec/test_codec.py",
     "tests/test_packaging.py",
 )
 #: Runs in which each planted mistake has its turn once, on average.
@@ -159,9 +160,8 @@ def _has_parameters(item: pytest.Item) -> bool:
 
 
 class Turns:
-    """Readers and writers: tests of several workers run at a time, except that a test marked ``alone`` has the machine to itself.
-
-    Of the tests marked ``network`` one runs at a time.
+    """Readers and writers: tests of several workers run at a time, except that a test marked ``alone`` has the machine to itself. Of those
+    marked ``network`` one runs at a time.
 
     Args:
         folder: one for all workers of this run.
