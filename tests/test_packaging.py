@@ -115,8 +115,9 @@ def test_wheel_with_its_library_needs_no_compiler(wheel: Path, tmp_path: Path, m
     # finds all that it requires
     _run("-m", "pip", "install", "-q", "--no-index", "--no-compile", str(packed), python=bare)
     nothing = {"CXX": "/no/compiler", "DS_ZIPCCL_CACHE": str(tmp_path / "cache")}
-    where, seconds = _run("-c", SHIPPED, cwd=tmp_path, python=bare, **nothing).split()[-2:]
-    assert Path(where).is_relative_to(tmp_path / "bare") and Path(where).parent.name == "lib" and float(seconds) < 5
+    for _ in range(2):  # the first one may compile byte code
+        where, seconds = _run("-c", SHIPPED, cwd=tmp_path, python=bare, **nothing).split()[-2:]
+    assert Path(where).is_relative_to(tmp_path / "bare") and Path(where).parent.name == "lib" and float(seconds) < 1
     planted = SHIPPED.replace("x = torch", "build.CPU = replace(build.CPU, flags=('-O0',))\nx = torch")
     assert "no C++ compiler" in _run("-c", planted, cwd=tmp_path, python=bare, fails=True, **nothing)
 

@@ -66,7 +66,10 @@ def _collective(name: str) -> Callable[..., Any]:
             return self.job.untraced[name](self, *args, **kwargs)
         if may_bypass and self.job.bypass is not None and self.job.bypass.takes(name, args, kwargs):
             return plain(self, *args, **kwargs)
-        with hints.hinting(seen=True):
+        if self.job.config.torch_distributed:
+            with hints.hinting(seen=True):
+                handle = coded(self, *args, **kwargs)
+        else:
             handle = coded(self, *args, **kwargs)
         if handle is not None and (started := hints.current().started) is not None:
             started.append(handle)

@@ -148,8 +148,8 @@ def hold_bases(
                 reasons.append(f"{limit / 1e6:.1f} MB are allowed on a node, see zero3_base_mib")
             some = [some[number] for number in chosen]
         try:
-            shards = [(one.numel, one.dtype) for one in some]
-            found = comm.allocate_bases(shards, "host" if auto else config.zero3_base, group, device)
+            kind = "host" if auto else config.zero3_base
+            found = comm.allocate_bases([(one.numel, one.dtype) for one in some], kind, group, device)
         except comm.CommError as error:  # on all ranks of the group
             if not auto:
                 raise
@@ -288,8 +288,10 @@ def agreed_of(params: Sequence[Any]) -> Sequence[Agreed]:
 
 def parts_of(params: Sequence[Any], dtype: torch.dtype) -> Sequence[Part]:
     """Return the parameters of a gather in a dtype as parts of it, or nothing if none of them has a base that fits the gather."""
-    kept = zip(params, states_of(params, Kept), strict=True)
-    found = [part_of(one, param.ds_tensor.ds_numel, dtype) for param, one in kept]
+    kept = states_of(params, Kept)
+    if not any(kept):
+        return ()
+    found = [part_of(one, param.ds_tensor.ds_numel, dtype) for param, one in zip(params, kept, strict=True)]
     if not any(part.kept is not None for part in found):
         return ()
     for versions in versions_of(params):
