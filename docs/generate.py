@@ -428,7 +428,45 @@ def generate(text: str, page: Path) -> str:
         KeyError: a marker names no section.
     """
     pattern = re.compile(r"(<!-- begin (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
-    return pattern.sub(lambda match: f"{match[1]}{SECTIONS[match[2]](page)}\n{match[3]}", text)
+    return pattern.sub(lambda match: f"{match[1]}{folded(SECTIONS[match[2]](page))}\n{match[3]}", text)
+
+
+#: Columns of a page, but for tables and drawings.
+WIDTH = 120
+#: A paragraph, or an item of a list, in consecutive lines.
+PARAGRAPH = re.compile(r"^(?:[*-] .+(?:\n  \S.*)*|(?![|<#`\[\s]|[*-] ).+(?:\n(?![|<#`\[\s]|[*-] ).+)*)$", re.MULTILINE)
+
+
+def folded(section: str) -> str:
+    """``section`` with its long paragraphs and commands in lines of :data:`WIDTH` columns."""
+    parts = re.split(r"(^```\w*\n.*?^```$)", section, flags=re.DOTALL | re.MULTILINE)
+    for at, part in enumerate(parts):
+        if part.startswith("```sh"):
+            parts[at] = "\n".join(map(_command, part.splitlines()))
+        elif not part.startswith("```mermaid"):
+            parts[at] = PARAGRAPH.sub(_paragraph, part)
+    return "".join(parts)
+
+
+def _paragraph(found: re.Match[str]) -> str:
+    text = found[0]
+    if all(len(line) <= WIDTH for line in text.splitlines()):
+        return text
+    further = "  " * text.startswith(("* ", "- "))
+    text = " ".join(text.split())
+    return textwrap.fill(text, WIDTH, break_long_words=False, break_on_hyphens=False, subsequent_indent=further)
+
+
+def _command(line: str) -> str:
+    """Return the lines of a command; a word in quotes stays whole."""
+    if len(line) <= WIDTH or line.startswith("#"):
+        return line
+    lines = [""]
+    for word in re.findall(r"(?:'[^']*'|\"[^\"]*\"|\S)+", line):
+        if len(lines[-1]) + len(word) + 3 > WIDTH:
+            lines.append("   ")
+        lines[-1] += f" {word}" if lines[-1] else word
+    return " \\\n".join(lines)
 
 
 def main() -> int:

@@ -1,7 +1,7 @@
 """Tables of measured figures, from the JSON files in ``docs/results``: every figure of the documentation comes from here.
 
 A function returns the Markdown of one section. Each table stands below a line with its machine, its versions and its date, and the command
-that measured it. Files of older releases have older names; :data:`RENAMED` and :func:`results` translate them.
+that measured it.
 """
 
 from __future__ import annotations
@@ -21,8 +21,6 @@ from ds_zipccl.__main__ import parse
 
 ROOT = Path(__file__).resolve().parents[1]
 
-#: Words of results that were measured before the names changed -> the names of today.
-RENAMED = {"--mode": "--workload", "window": "wide"}
 #: Variant of a benchmark -> the words of the documentation.
 VARIANTS = {
     "plain": "DeepSpeed",
@@ -41,22 +39,16 @@ def table(head: Iterable[str], rows: Iterable[Iterable[Any]]) -> str:
 
 
 def results(name: str) -> dict[str, Any]:
-    """Content of ``docs/results/name.json`` in the names of today."""
-    content: dict[str, Any] = json.loads((ROOT / "docs" / "results" / f"{name}.json").read_text())
-    content["command"] = shlex.join(RENAMED.get(word, word) for word in shlex.split(content["command"]))
-    for row in content["rows"]:
-        if "mode" in row:
-            row["workload"] = row.pop("mode")
-        if "codec" in row:
-            row["codec"] = RENAMED.get(row["codec"], row["codec"])
-    return content
+    """Content of ``docs/results/name.json``."""
+    return dict(json.loads((ROOT / "docs" / "results" / f"{name}.json").read_text()))
 
 
 def provenance(content: dict[str, Any]) -> str:
     """Date, machine, versions and command of a results file."""
     machine = content["machine"]
     gigabytes = f", {machine['memory_bytes'] / 1e9:.0f} GB of memory" if machine["memory_bytes"] else ""
-    device = f"{content['device']}; " if "device" in content else ""
+    gpu = content.get("device")
+    device = f"{gpu['name'] if isinstance(gpu, dict) else gpu}; " if gpu else ""
     count = f"{machine['processors']} processor{'s' if machine['processors'] > 1 else ''}"
     versions = ", ".join(f"{name} {version}" for name, version in content["versions"].items())
     where = f"{device}{machine['processor']}, {count}{gigabytes}, {machine['system']}"
@@ -263,7 +255,9 @@ def gpu(page: Path) -> str:
     own = [name for name in runs if (ROOT / "docs" / "results" / f"{name}.json").exists()]
     parts += _on_nccl(told.get("comm", {}), told.get("train", {}))
     parts += [_over_ethernet(results(name)) for name in own if name == "train_nccl_auto"]
-    return "\n\n".join([*parts, *(f"All of `docs/results/{name}.json`. {provenance(results(name))}" for name in own)])
+    return "\n\n".join(
+        [*parts, *(f"All of `docs/results/{name}.json`:\n\n{provenance(results(name))}" for name in own)]
+    )
 
 
 def _on_nccl(comm: dict[str, Any], train: dict[str, Any]) -> Iterator[str]:

@@ -124,7 +124,7 @@ def counts(page: Path) -> str:
         (name, *(f"{row.get(key, row['fragments_layer']):{form}}" for row in pairs))
         for name, (key, form) in _COUNTED.items()
     )
-    origins = f"Fine: {provenance(before)}\n\nNow: {provenance(now)}"
+    origins = f"Fine:\n\n{provenance(before)}\n\nNow:\n\n{provenance(now)}"
     return f"{origins}\n\n{table(('a step of 7B', *heads), rows)}"
 
 
