@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import json
 import sys
@@ -14,6 +15,7 @@ from places import ROOT
 
 sys.path += [str(ROOT / "release"), str(ROOT / "docs")]  # behind tests/gpu, which has a wheels.py too
 matrix, pages = (importlib.import_module(name) for name in ("matrix", "release_tables"))
+matrix.sources = functools.cache(matrix.sources)  # two seconds each
 ROW = matrix.Row("3.11", "2.13.0", "0.18.0")
 VERSIONS = {"python": "3.11.7", "torch": "2.13.0+cpu", "deepspeed": "0.18.0", "numpy": "2.4.6"}
 #: What a healthy environment tells.

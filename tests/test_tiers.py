@@ -10,8 +10,6 @@ import time
 from collections import defaultdict
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 from unittest import mock
 
 import builds
@@ -47,13 +45,15 @@ def test_no_variant_is_left_out(request: pytest.FixtureRequest) -> None:
                 assert None in marks or all(mark and mark.args for mark in marks), (name, variant)
 
 
-def test_workers_get_long_files_first(tmp_path: Path) -> None:
+def test_workers_get_timings_and_long_files_first(tmp_path: Path) -> None:
     for name in tiers.LONG:
         assert (ROOT / name).is_file(), f"{name} has another name now: change tiers.LONG"
-    names = ["comm/test_b.py", tiers.LONG[2], "comm/test_a.py", tiers.LONG[0], tiers.LONG[2]]
-    items: list[Any] = [SimpleNamespace(path=tmp_path / name, number=number) for number, name in enumerate(names)]
-    tiers.long_first(items, tmp_path)
-    assert [item.number for item in items] == [3, 1, 4, 0, 2]
+    names = ["comm/test_b.py", tiers.LONG[2], "comm/test_a.py", tiers.LONG[0], tiers.LONG[2], "test_c.py", "test_c.py"]
+    items = [mock.Mock(path=tmp_path / name, number=number) for number, name in enumerate(names)]
+    for other in items[:-1]:
+        other.get_closest_marker.return_value = None
+    tiers.in_order(items, tmp_path)
+    assert [item.number for item in items] == [6, 5, 3, 1, 4, 0, 2]
 
 
 def test_planted_mistakes_have_turns() -> None:

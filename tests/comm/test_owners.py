@@ -278,7 +278,7 @@ def misaligned(tensor: torch.Tensor) -> torch.Tensor:
 
 
 @runner.together(6, MIXED, (7, 20001), full="six ranks on two cores")
-@runner.together(4, nodes_of(2, 2), (4 * 70_001,))
+@runner.together(4, nodes_of(2, 2), (4 * 70_001,), full="large messages of four ranks")
 @runner.together(4, nodes_of(2, 2))
 @runner.together(6, nodes_of(3, 2), full="six ranks on two cores")
 @runner.together(8, nodes_of(4, 2), full="eight ranks on two cores")

@@ -283,6 +283,7 @@ def test_four_ranks_move_as_plain(tmp_path: Path) -> None:
         assert sum(row["calls"] for row in rows(coded[case])[GATHERS]) > 0, case
 
 
+@pytest.mark.full(reason="nine seconds; test_device_lossy.py has the roles")
 def test_lossy_roles_train_as_on_gloo(two: tuple[Run, Run], tmp_path: Path) -> None:
     """Gradients and messages of experts that a codec changes: other bits than lossless training has, and those of gloo groups."""
     codecs = {"zero_grad": {"codec": "round", "mantissa": 3}, "ep": {"codec": "round", "mantissa": 4}}

@@ -390,7 +390,7 @@ def check(rank: int, ranks: int, name: str, folder: str) -> None:
     assert rank or case.said in text, text
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", tiers.mostly_full([2, 4], [2], "four ranks on two cores"))
 @pytest.mark.parametrize("name", tiers.mostly_full(CASES, ["full", "lora"], "a launch each"))
 def test_bits_are_those_of_plain_fsdp2(name: str, ranks: int, tmp_path: Path) -> None:
     runner.run(check, ranks, name, str(tmp_path))

@@ -52,7 +52,7 @@ def tried(rank: int, ranks: int, nodes: Any, config: ZipcclConfig = CONFIG) -> t
 
 @pytest.mark.parametrize(
     ("ranks", "nodes"),
-    [(2, ()), (3, ()), (4, ((0, 1), (2, 3))), pytest.param(4, (), marks=pytest.mark.full(reason="as 3"))],
+    [(2, ()), (4, ((0, 1), (2, 3))), *(pytest.param(n, (), marks=pytest.mark.full(reason="as 2")) for n in (3, 4))],
 )
 def test_a_healthy_group(route: CudaBackend, ranks: int, nodes: Any) -> None:
     assert world.run(tried, ranks, nodes, modes=HARD, route=route).values == [({}, [])] * ranks

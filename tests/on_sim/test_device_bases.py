@@ -74,7 +74,9 @@ def test_steps(route: CudaBackend, monkeypatch: pytest.MonkeyPatch, ranks: int, 
         assert row["differences"][FULL] <= (len(SIZES) - 1) * ranks < row["differences"][""], "in full once a parameter"
 
 
-@pytest.mark.parametrize("nodes", [[[0], [1]], [[0, 1], [2]]], ids=str)
+@pytest.mark.parametrize(
+    "nodes", [pytest.param([[0], [1]], marks=pytest.mark.full(reason="no rank has a mate")), [[0, 1], [2]]], ids=str
+)
 def test_host_memory_of_nodes(route: CudaBackend, monkeypatch: pytest.MonkeyPatch, nodes: list[list[int]]) -> None:
     """A rank that is alone on its node shares no memory, and takes part in the collectives of ranks that do."""
     monkeypatch.setattr(topology, "by_node", lambda *call: nodes)

@@ -34,7 +34,7 @@ from on_sim import plants, random_programs, world
 from on_sim.random_calls import DRAWN, OPERATIONS, SUMS, Desk, Task
 
 #: Seeds of the short tier, and of the full one.
-SHORT, FULL = range(30), range(30, 60)
+SHORT, FULL = range(15), range(15, 60)
 
 
 @pytest.mark.parametrize("seeds", [SHORT, pytest.param(FULL, marks=pytest.mark.full(reason="more seeds"))], ids=str)

@@ -103,14 +103,18 @@ def repeat_timings(items: Sequence[pytest.Item]) -> None:
             item.add_marker(pytest.mark.flaky(reruns=2, reruns_delay=10))
 
 
-def long_first(items: list[pytest.Item], root: Path) -> None:
-    """Put the tests of the files of :data:`LONG` first, in their order; all other tests keep theirs.
+def in_order(items: list[pytest.Item], root: Path) -> None:
+    """Put files with tests marked ``alone`` first, these tests in front, then the files of :data:`LONG`; all other tests keep their order.
+
+    At the start no worker is in the middle of a long test, for which a test marked ``alone`` would have to wait.
 
     Args:
         root: the folder in which the names of the files begin.
     """
+    alone = {item for item in items if item.get_closest_marker("alone") is not None}
+    quiet = {item.path for item in alone}
     place = {root / name: number for number, name in enumerate(LONG)}
-    items.sort(key=lambda item: place.get(item.path, len(place)))
+    items.sort(key=lambda item: (item.path not in quiet, item not in alone, place.get(item.path, len(place))))
 
 
 def covering(combinations: Sequence[Mapping[str, str]], taken: Sequence[Mapping[str, str]] = ()) -> set[int]:
