@@ -35,7 +35,7 @@ $(VENV)/ready: setup.py pyproject.toml
 demo: $(VENV)/ready
 	$(BIN)/python examples/train_gpt.py --compare --ranks $(RANKS) --ds-config examples/ds_config_zero3.json
 
-# The short tier: six minutes and a half on two cores where the builds of the last run are kept, more where there are none. Left to `test-all`:
+# The short tier: six minutes on two cores where the builds of the last run are kept, more where there are none. Left to `test-all`:
 # tests marked `full`, and combinations of parameters for kernel routes and instruction sets (tests/support/tiers.py).
 test: $(VENV)/ready lint
 	$(PYTEST) -m "not full"

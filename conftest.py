@@ -89,7 +89,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     tiers.repeat_timings(items)
     if hasattr(config, "workerinput"):
         tiers.by_turns(items, config.workerinput["testrunuid"])
-        tiers.in_order(items, Path(__file__).parent)
+        tiers.in_order(items, Path(__file__).parent, tiers.is_short(config))
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)

@@ -52,7 +52,9 @@ def test_workers_get_timings_and_long_files_first(tmp_path: Path) -> None:
     items = [mock.Mock(path=tmp_path / name, number=number) for number, name in enumerate(names)]
     for other in items[:-1]:
         other.get_closest_marker.return_value = None
-    tiers.in_order(items, tmp_path)
+    tiers.in_order(items, tmp_path, short=False)
+    assert [item.number for item in items] == [3, 1, 4, 0, 2, 5, 6]
+    tiers.in_order(items, tmp_path, short=True)
     assert [item.number for item in items] == [6, 5, 3, 1, 4, 0, 2]
 
 

@@ -244,6 +244,7 @@ def faulty_part(rank: int, *more: Any) -> None:
 REAL_PART = comm_trial.take_part
 
 
+@pytest.mark.full(reason="nine seconds; test_comm_rows stays")
 def test_what_goes_wrong_on_a_rank(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: Capture) -> None:
     monkeypatch.setattr(comm_trial, "take_part", faulty_part)
     words = "bench comm --numel 8K --repeats 1 --op"

@@ -259,7 +259,7 @@ def interpreted(program: str, *options: str) -> Any:
 
 
 @pytest.mark.parametrize(
-    "order", tiers.mostly_full(IMPORT_ORDERS, ["deepspeed first", "engine only"], "each imports DeepSpeed once more")
+    "order", tiers.mostly_full(IMPORT_ORDERS, ["deepspeed first"], "each imports DeepSpeed once more")
 )
 def test_every_import_order_is_seen(order: str) -> None:
     program = f"""

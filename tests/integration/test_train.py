@@ -107,6 +107,7 @@ def test_training_moves(trained: Trained) -> None:
     assert len(set(hashes)) > 1
 
 
+@pytest.mark.full(reason="two more trainings")
 def test_a_wrong_bit_shows(trained: Trained, tmp_path: Path) -> None:
     """Negative proof: with a codec that flips the lowest bit of one element of each message on one rank, these tests fail."""
     wrong = launch(__file__, 2, tmp_path, "--modes", "zero2", "zero3", "--wrong-bit", DS_ZIPCCL=json.dumps(ON))

@@ -133,7 +133,7 @@ def test_bits_are_those_of_the_documented_order(route: CudaBackend, name: str) -
         assert all(row["calls"] and not row["passed"] for row in rows)
 
 
-@pytest.mark.parametrize("name", tiers.mostly_full(["2x2", "3x1"], ["2x2"], "the same code in one level"))
+@pytest.mark.parametrize("name", tiers.mostly_full(["2x2", "3x1"], [], "the same code in one piece"))
 def test_the_same_in_pieces(route: CudaBackend, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     pieces(monkeypatch)
     nodes = NODES[name]

@@ -103,15 +103,16 @@ def repeat_timings(items: Sequence[pytest.Item]) -> None:
             item.add_marker(pytest.mark.flaky(reruns=2, reruns_delay=10))
 
 
-def in_order(items: list[pytest.Item], root: Path) -> None:
-    """Put files with tests marked ``alone`` first, these tests in front, then the files of :data:`LONG`; all other tests keep their order.
+def in_order(items: list[pytest.Item], root: Path, short: bool) -> None:
+    """Put the files of :data:`LONG` first; in the short tier, files with tests marked ``alone`` before them, these tests in front.
 
-    At the start no worker is in the middle of a long test, for which a test marked ``alone`` would have to wait.
+    At the start no worker is in the middle of a long test, for which a test marked ``alone`` would have to wait. In the full tier it
+    would have to wait for the first builds there.
 
     Args:
         root: the folder in which the names of the files begin.
     """
-    alone = {item for item in items if item.get_closest_marker("alone") is not None}
+    alone = {item for item in items if short and item.get_closest_marker("alone") is not None}
     quiet = {item.path for item in alone}
     place = {root / name: number for number, name in enumerate(LONG)}
     items.sort(key=lambda item: (item.path not in quiet, item not in alone, place.get(item.path, len(place))))
