@@ -93,6 +93,7 @@ leave()
 """
 
 
+@pytest.mark.full(reason="ten seconds; test_owners.py and engines of ZeRO-1 and ZeRO-2 stay")
 def test_gradients_go_to_their_owners(tmp_path: Path) -> None:
     """Gradients go to their owners where DeepSpeed names them, and each sum equals the plain one. Elsewhere the table gives the reason."""
     succeed(tmp_path, OWNERS, ranks=3)

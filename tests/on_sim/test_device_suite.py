@@ -33,7 +33,6 @@ from ds_zipccl.telemetry import counters
 from on_sim import plants, random_programs, world
 from on_sim.random_calls import DRAWN, OPERATIONS, SUMS, Desk, Task
 
-#: Seeds of the short tier, and of the full one.
 SHORT, FULL = range(15), range(15, 60)
 
 
