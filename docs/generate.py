@@ -348,7 +348,7 @@ def start_of_nccl(page: Path) -> str:
         line = start_line.start_line(config, None, covered, [list(range(8)), list(range(8, 16))], settled)
     finally:
         start_line.kernels.tried = tried
-    return "```text\n" + textwrap.fill(line, 120) + "\n```"
+    return "```text\n" + textwrap.fill(line, WIDTH) + "\n```"
 
 
 def jobs(page: Path) -> str:

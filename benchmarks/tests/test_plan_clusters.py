@@ -31,7 +31,6 @@ def planned(tmp_path: Path, *words: str, status: int = 0) -> dict[str, Any]:
 # ---- published steps -------------------------------------------------------------------------------------------------
 
 
-#: The documented results.
 PUBLISHED = json.loads((ROOT / "docs" / "results" / "plan_clusters.json").read_text())
 
 

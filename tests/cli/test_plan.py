@@ -248,21 +248,10 @@ def test_cuda_rows_are_read(tmp_path: Path) -> None:
     assert "64 MiB" in found.about
 
 
-def off_part(rank: int, *more: Any, real: Any = trial.take_part) -> None:
-    """``take_part`` with a calibration that finds everything a thousand times faster."""
-    profile = LinkProfile(((1.0, 1e-9), (1e12, 1e-3)), 1e15, 1e15, 1e15, 1e15, 1e15, 0)
-    trial.calibration.measure = lambda: profile
-    real(rank, *more)
-
-
-def test_validate(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """A model that is far off, which is noticed."""
-    monkeypatch.setattr(trial, "take_part", off_part)
+def test_validate_and_what_it_writes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "validate.json"
     words = ["plan", "--validate", "--op", "all_gather", "broadcast", "--numel", "64K", "--repeats", "1"]
-    assert main([*words, "--json", str(path)]) == 1
-    said = capsys.readouterr()
-    assert "raw and coded" in said.out and "off by more than 20% for 4 rows" in said.err
+    assert main([*words, "--json", str(path)]) in (0, 1)  # on loopback, small messages, beside other programs: anything
     found = content(path)
     assert [(row["op"], row["variant"]) for row in found["rows"]] == [
         (op, variant) for op in ("all_gather", "broadcast") for variant in ("plain", "raw", "coded")
@@ -274,6 +263,7 @@ def test_validate(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatc
         assert (row["ideal_ms"] is None) == (row["variant"] != "plain")
         if row["variant"] == "raw":
             assert row["predicted_ms"] == pytest.approx(1e3 * predict(row["op"], "raw", 128 << 10, 2, profile))
+    assert "raw and coded" in capsys.readouterr().out
     words = "plan --params 1e9 --gpus 2 --gpus-per-node 1 --backend gloo --profile".split()
     assert main([*words, str(path)]) == 0
 
@@ -287,6 +277,20 @@ def test_the_judgement(variant: str, factor: float, status: int) -> None:
     assert validate._judge(rows) == status
     rows[0]["wrong"] = 1
     assert validate._judge(rows) == 1
+
+
+def off_part(rank: int, *more: Any, real: Any = trial.take_part) -> None:
+    """``take_part`` with a calibration that finds everything a thousand times faster."""
+    profile = LinkProfile(((1.0, 1e-9), (1e12, 1e-3)), 1e15, 1e15, 1e15, 1e15, 1e15, 0)
+    trial.calibration.measure = lambda: profile
+    real(rank, *more)
+
+
+@pytest.mark.full(reason="six seconds; the judgement stays")
+def test_a_wrong_model_is_noticed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(trial, "take_part", off_part)
+    assert main(["plan", "--validate", "--op", "all_gather", "--numel", "1M", "--repeats", "1"]) == 1
+    assert "off by more than 20% for 2 rows" in capsys.readouterr().err
 
 
 # ---- lossy gradients

@@ -97,7 +97,7 @@ def every_way(kind: corpus.Float) -> tuple[corpus.Float, int, np.ndarray, np.nda
 @example(every_way(corpus.BF16))
 @example(every_way(corpus.FP16))
 @example(every_way(corpus.FP32))
-@settings(max_examples=100)
+@settings(max_examples=250)
 def test_every_block_takes_the_fewest_bytes(case: tuple[corpus.Float, int, np.ndarray, np.ndarray]) -> None:
     """Of all forms that an encoder may choose, as the document does: all routes and levels write its bytes."""
     kind, block, words, before = case

@@ -13,7 +13,6 @@ import corpus
 import levels
 import pytest
 import ranks as runner
-import tiers
 import torch
 import torch.distributed as dist
 from levels import CountingTransport, Nodes, in_one_level_only, nodes_of
@@ -372,7 +371,7 @@ def totals(nodes: int, each: int, plant: Callable[[], None] | None = None) -> di
     return {name: [sum(column) for column in zip(*(one[name] for one in of_ranks))] for name in of_ranks[0]}
 
 
-@pytest.mark.parametrize(("nodes", "each"), tiers.mostly_full([(2, 4), (4, 2)], [(2, 4)], "eight ranks each"))
+@pytest.mark.parametrize(("nodes", "each"), [(2, 4), pytest.param(4, 2, marks=pytest.mark.full(reason="eight ranks"))])
 def test_no_more_bytes_between_nodes_than_a_ring(nodes: int, each: int) -> None:
     found = totals(nodes, each)
     (gathered,) = found.pop("gather")
@@ -383,7 +382,6 @@ def test_no_more_bytes_between_nodes_than_a_ring(nodes: int, each: int) -> None:
         assert with_codec <= least / 1.4, (call, with_codec / least)
 
 
-@pytest.mark.full(reason="eight ranks once more")
 def test_one_level_sends_more_than_a_ring() -> None:
     found = totals(2, 4, in_one_level_only)
     assert found["reduce_scatter_tensor"][0] > 2.2 * ring("reduce_scatter_tensor", 2, 8)

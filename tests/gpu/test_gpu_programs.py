@@ -338,7 +338,6 @@ sys.exit(machine.main())
     assert gpu.digest([without["machine"]])[0].startswith("missing ")
 
 
-@pytest.mark.full(reason="collects all tests")
 def test_tests_are_collected_without_hypothesis_and_pytest_timeout() -> None:
     """As on a machine that has neither, and no wheels."""
     blind = (
