@@ -241,7 +241,7 @@ stateDiagram-v2
     Trial: First trial<br>{trial.TRIAL_CALLS} calls of each candidate
     Exchange: Timing exchange<br>every rank tells its times,<br>the decision comes {trial.DELAY_CALLS[0]} calls later
     Follow: Follow the choice<br>{often} or {rarely} calls, untimed
-    Check: Check<br>the last {trial.CHECKED_CALLS} calls are timed
+    Check: Check<br>the last {trial.PROBE_CALLS} calls are timed
     Review: Review<br>{trial.PROBE_CALLS} calls of the other candidates
     Trial --> Exchange
     Exchange --> Follow: all ranks switch at one call
@@ -264,7 +264,10 @@ def tuner_constants(page: Path) -> str:
         ),
         ("share of the best time above which a candidate has no second round", trial.CLEARLY_SLOWER),
         ("calls between agreements on the size of uneven all-to-alls", trial.SIZE_CALLS),
-        ("calls of each candidate in a review", trial.PROBE_CALLS),
+        (
+            "calls of each candidate in a review, and calls of a check",
+            f"{trial.PROBE_CALLS}; asynchronous {trial.TRIAL_CALLS}",
+        ),
         (
             "calls between a timing exchange and its decision",
             f"{trial.DELAY_CALLS[0]}; all-to-alls {trial.EXCHANGE_DELAY}; asynchronous {asynchronous}",

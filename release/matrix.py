@@ -260,7 +260,8 @@ def sources() -> str:
 
 def wanted(rows: Iterable[Row], before: Sequence[Mapping[str, Any]], only: Sequence[str], again: bool) -> list[Row]:
     """Return the rows to measure: rows of ``only``, without those measured with these sources unless ``again``."""
-    kept = set() if again else {one["name"] for one in before if one["sources"] == sources()}
+    now = sources()
+    kept = set() if again else {one["name"] for one in before if one["sources"] == now}
     return [row for row in rows if row.name not in kept and (not only or any(part in row.name for part in only))]
 
 

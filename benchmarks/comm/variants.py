@@ -36,7 +36,7 @@ VARIANTS: dict[str, Variant] = {
     "plain": Variant("DeepSpeed", None),
     "raw": Variant("our schedule, uncompressed", {"mode": "always", "codec": "raw"}),
     "coded": Variant("our schedule, compressed", {"mode": "always"}),
-    "auto": Variant("the fastest of these, measured", {"mode": "auto"}),
+    "auto": Variant("mode auto (default)", {"mode": "auto"}),
 }
 #: Keys of a role's object that are not settings of its codec.
 _BESIDE_CODEC = tuple(one.name for one in fields(RoleSettings) if one.name != "codec")

@@ -60,7 +60,7 @@ class GroupState:
         self._issued = count()
         self._announced = count()
         self._issued_lock = threading.Lock()
-        work.settle_at_exit()
+        work.threads.used = True
 
     def of(self, kind: type[_T]) -> _T:
         """Return this group's object of a class, which is made by the first call. All threads get the same object, and so a module keeps

@@ -6,8 +6,9 @@ and the time of the slowest rank counts. At the end of the last call that is tim
 waits for these times thus waits for a call that all ranks have begun, and never for the next call of a rank, which may itself wait.
 
 Asynchronous calls, and operations in which some ranks need no data of other ranks, must not make a rank wait. There the time of the fastest
-rank counts, because the other ranks may have waited for a late rank. Times are sent in the next call, and the decision comes many calls
-later, when the times have long arrived (:data:`ds_zipccl.policy.trial.DELAY_CALLS`).
+rank counts, because the other ranks may have waited for a late rank. Such calls may overlap: the time counts for which a call had the link
+(:func:`in_line`). Times are sent in the next call, and the decision comes many calls later, when the times have long arrived
+(:data:`ds_zipccl.policy.trial.DELAY_CALLS`).
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from __future__ import annotations
 import functools
 import math
 import time
-from collections import Counter
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
@@ -77,7 +78,7 @@ class Tuner:
         Raises:
             CommError: a rank's measurements did not arrive.
         """
-        told = None
+        told, met = None, False
         if self._calls == self._due:
             # by all ranks, because its tags count; used by ranks that have not told their times yet
             ctx = open_context()
@@ -87,11 +88,12 @@ class Tuner:
             synchronized = all(timer.synchronized for timer in self._slots)
             if _arrived(self._exchange, self._calls - self._due, self._soon, synchronized):
                 told, self._exchange, self._slots = self._exchange.all(), None, []
-                self._trial.agree(agreed_seconds(told, self.nominal))
+                met = bool((told[:, :, 1] == 1).all())
+                self._trial.agree(agreed_seconds(told, self.nominal), overlapping=not met)
         self._calls += 1
         turn = self._waiting or self._trial.next_turn()
         if told is not None:
-            self._note_choice(met=bool((told[:, :, 1] == 1).all()))
+            self._note_choice(met)
         ready = self._ready(turn.schedule, token) or not turn.trying
         self._waiting = None if ready else turn
         self.trying = turn.trying or self._told is None
@@ -99,7 +101,7 @@ class Tuner:
         decision = self._candidates[turn.schedule]
         if not (turn.timed and ready):
             return decision, None
-        timer = CallTimer(TimingExchange(open_context(), [(0.0, float(meets), 0.0)]), meets)
+        timer = CallTimer(TimingExchange(open_context(), [(0.0, float(meets), 0.0)]), meets, turn.schedule)
         self._slots.append(timer)
         if turn.agree:
             self._due = self._calls
@@ -120,7 +122,7 @@ class Tuner:
 
     def _tell(self, ctx: OpContext) -> None:
         """Send this rank's measurements to all ranks."""
-        self._exchange = TimingExchange(ctx, [timer.reading() for timer in self._slots], self._tag)
+        self._exchange = TimingExchange(ctx, in_line(self._slots), self._tag)
 
     def _ready(self, index: int, token: Hashable) -> bool:
         """Return whether the next call of a candidate shows its speed. For differences, an earlier call must have sent the same tensor as
@@ -176,7 +178,7 @@ class TunersBySize:
         Raises:
             CommError: a rank's bytes did not arrive.
         """
-        if self._exchange is not None and self._arrived(self._exchange):
+        if self._exchange is not None and _arrived(self._exchange, self._calls - self._due, 0, self._blocking):
             mean = float(self._exchange.all()[:, 0, 2].mean()) / self._due
             self._size = trial.followed_class(self._size, round(mean))
             self._exchange, self._blocking = None, True
@@ -195,24 +197,20 @@ class TunersBySize:
             self._tuners[self._size] = self._make(self._size)
         return self._tuners[self._size]
 
-    def _arrived(self, exchange: TimingExchange) -> bool:
-        """Return whether all ranks use the exchanged bytes from the next call on."""
-        return _arrived(exchange, self._calls - self._due, 0, self._blocking)
-
 
 class CallTimer:
-    """The timer of one call of this rank. ``nbytes``: the bytes of the message, or of this rank's part of a message whose size each rank
-    knows only of itself. ``arrivals`` ends when all ranks have reached the call, and tells for each rank whether it meets the others; this
-    rank does if ``meets``. ``on_stop`` is called once, where all ranks have met, when the call has ended."""
+    """The timer of one call of this rank by a schedule. ``nbytes``: the bytes of the message, or of this rank's part of a message whose
+    size each rank knows only of itself. ``arrivals`` ends when all ranks have reached the call, and tells for each rank whether it meets
+    the others; this rank does if ``meets``. ``synchronized``: all ranks began together. ``on_stop`` is called once, where all ranks have
+    met, when the call has ended. ``began`` and ``ended``: seconds; ``ended`` is inf if the call did not run or is still running."""
 
-    def __init__(self, arrivals: TimingExchange, meets: bool) -> None:
-        self.nbytes = 0
+    def __init__(self, arrivals: TimingExchange, meets: bool, schedule: int = 0) -> None:
+        self.nbytes, self.schedule = 0, schedule
         self.synchronized = False
         self.on_stop: Callable[[], None] | None = None
         self._arrivals: TimingExchange | None = arrivals
         self._meets = meets
-        self._start = math.nan
-        self._seconds = math.inf
+        self.began, self.ended = math.nan, math.inf
 
     def start(self) -> None:
         """Start the timer. Blocks first until all ranks have reached the call if this rank meets the others."""
@@ -222,7 +220,7 @@ class CallTimer:
             self._arrivals = None  # frees memory: many kinds of messages may be on trial at a time
         if not self.synchronized:
             self.on_stop = None
-        self._start = time.perf_counter()
+        self.began = time.perf_counter()
 
     def stop(self) -> None:
         """Stop the timer; any thread may call.
@@ -230,7 +228,7 @@ class CallTimer:
         Raises:
             CommError: the transport refused a message of ``on_stop``.
         """
-        self._seconds = time.perf_counter() - self._start
+        self.ended = time.perf_counter()
         if self.on_stop is not None:
             then, self.on_stop = self.on_stop, None
             with tensors.undisturbed():
@@ -244,10 +242,17 @@ class CallTimer:
         except (AttributeError, RuntimeError):
             return
 
-    def reading(self) -> tuple[float, float, float]:
-        """Return (seconds, synchronized, bytes). Seconds are inf if the call did not run or is still running. Synchronized is 1 if all
-        ranks began together, otherwise 0."""
-        return self._seconds, float(self.synchronized), float(self.nbytes)
+
+def in_line(timers: Sequence[CallTimer]) -> list[tuple[float, float, float]]:
+    """Return (seconds, synchronized, bytes) of calls that may overlap, for each schedule in the order of their ends. A call has the link
+    from the end of the call before, or its own start, to its end. From start to end, calls that a schedule sends side by side would each
+    last as long as all of them. Seconds are not finite if a call did not run or is still running."""
+    found: defaultdict[int, deque[tuple[float, float, float]]] = defaultdict(deque)
+    before = -math.inf
+    for timer in sorted(timers, key=lambda timer: timer.ended):
+        seconds, before = timer.ended - max(timer.began, before), timer.ended
+        found[timer.schedule].append((seconds, float(timer.synchronized), float(timer.nbytes)))
+    return [found[timer.schedule].popleft() for timer in timers]
 
 
 class TimingExchange(Told):

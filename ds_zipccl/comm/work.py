@@ -117,7 +117,7 @@ class Work(Handle):
 
     def begin(self, job: Callable[[], None]) -> Work:
         """Run ``job`` on a background thread; returns the handle at once."""
-        _threads.run(lambda: self._run(job))
+        threads.run(lambda: self._run(job))
         return self
 
     def _run(self, job: Callable[[], None]) -> None:
@@ -223,7 +223,7 @@ class _Threads:
         self._all: list[threading.Thread] = []
         self._idle: list[SimpleQueue[Callable[[], None] | None]] = []
         self._closed = False
-        self.used = False  # whether this process has had a group to communicate in
+        self.used = False  # whether this process has had a group, whose transport has threads too
         atexit.register(self.close)
 
     def run(self, job: Callable[[], None]) -> None:
@@ -265,12 +265,7 @@ class _Threads:
             time.sleep(SETTLE_SECONDS)
 
 
-_threads = _Threads()
-
-
-def settle_at_exit() -> None:
-    """Note that a group is in use, so that the end of the interpreter waits for the transport's threads."""
-    _threads.used = True
+threads = _Threads()
 
 
 def start(name: str, tensors: Sequence[torch.Tensor], job: Callable[[], None]) -> Work:

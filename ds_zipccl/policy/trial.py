@@ -44,15 +44,16 @@ class Trial(ABC):
         self.chosen = start
         self.errors: dict[int, float] = {}
         self._agreed: list[float] = []
+        self._overlapping = False
         self._turns = self._plan()
 
     def next_turn(self) -> Turn:
         """Return the next turn. Agreed times are judged first."""
         return next(self._turns)
 
-    def agree(self, seconds: list[float]) -> None:
-        """Take the agreed seconds of the last turns that were timed, in their order."""
-        self._agreed = seconds
+    def agree(self, seconds: list[float], overlapping: bool = False) -> None:
+        """Take the agreed seconds of the last turns that were timed, in their order. ``overlapping``: of calls that may overlap."""
+        self._agreed, self._overlapping = seconds, overlapping
 
     @abstractmethod
     def _plan(self) -> Iterator[Turn]:
@@ -70,6 +71,11 @@ class Trial(ABC):
             measured[turn.schedule].append(seconds)
         self.errors |= {schedule: standard_error(times) for schedule, times in measured.items()}
         return measured
+
+
+def _ended(seconds: Sequence[float]) -> list[float]:
+    """Return the seconds of calls that have ended, and whose size counts."""
+    return [spent for spent in seconds if math.isfinite(spent)]
 
 
 def standard_error(seconds: Sequence[float]) -> float:
@@ -100,7 +106,8 @@ def choose(current: int | None, estimates: Sequence[float], below: float = HYSTE
 
 # ---- calls -----------------------------------------------------------------------------------------------------------
 
-#: Calls of each candidate in its first trial, and in a later trial. The first call warms up and does not count (seed).
+#: Calls of each candidate in its first trial, and in a check or a later trial, if they do not overlap. In trials, and where calls overlap,
+#: the first call warms up and does not count (seed).
 TRIAL_CALLS, PROBE_CALLS = 7, 3
 #: Calls by differences before a call is timed (seed): of one tensor, so that every tensor of a step has had a call; of all tensors, where
 #: tensors have no token; of all tensors, in any case.
@@ -123,8 +130,6 @@ SIZE_MARGIN = 1.25
 SIZE_RATIO = 8
 #: Calls between checks of a choice: for calls longer than CHECK_SECONDS, and for shorter calls (seed: a check costs about 0.2 ms).
 CHECK_CALLS, CHECK_SECONDS = (32, 256), 2e-3
-#: Calls that a check times, the last calls before the check (seed).
-CHECKED_CALLS = 3
 #: Checks before the other candidates are tried again: the first number at first, twice as many each time, up to the second number (seed).
 REVIEW_CHECKS = (2, 32)
 #: A time longer or shorter than the estimate by this factor starts a new trial at once (seed).
@@ -213,19 +218,21 @@ class CallTrial(Trial):
         for calls in EXCHANGE_ROUNDS if self._exchanging else (TRIAL_CALLS,):
             measured = yield from self._time(self._tries(left, calls))
             self._judge(measured)
-            left = remaining(self.estimates, {index: _fastest(times) for index, times in measured.items()})
+            fastest = {index: min(_ended(times), default=0.0) for index, times in measured.items()}
+            left = remaining(self.estimates, fastest)
             if len(left) == 1:
                 break
         checks = 0
         while True:
-            yield from [Turn(self.chosen)] * (check_calls(self.estimates[self.chosen]) - CHECKED_CALLS)
-            changed = self._judge((yield from self._time([Turn(self.chosen, timed=True)] * CHECKED_CALLS)))
+            calls = TRIAL_CALLS if self._overlapping else PROBE_CALLS
+            yield from [Turn(self.chosen)] * (check_calls(self.estimates[self.chosen]) - calls)
+            changed = self._judge((yield from self._time([Turn(self.chosen, timed=True)] * calls)))
             checks += 1
             while changed or checks >= self._review_at:
                 self._reviews += 1
                 self._review_at = REVIEW_CHECKS[0] if changed else min(2 * self._review_at, REVIEW_CHECKS[1])
                 rivals = probed(self.chosen, self.estimates, 0 if changed else self._reviews)
-                changed = self._judge((yield from self._time(self._tries([self.chosen, *rivals], PROBE_CALLS))))
+                changed = self._judge((yield from self._time(self._tries([self.chosen, *rivals], calls))))
                 checks = 0 if rivals else 1  # without rivals it was a check
 
     def _tries(self, indices: Sequence[int], calls: int) -> list[Turn]:
@@ -238,7 +245,10 @@ class CallTrial(Trial):
         """Choose a candidate by the seconds of a trial, whose first calls warm up. A check times the choice alone: return whether that has
         drifted. All estimates are outdated then."""
         tried, before = len(measured) > 1, self.estimates[self.chosen]
-        found = {index: _median((times[1:] if tried else []) or times) for index, times in measured.items()}
+        # of calls that overlap, only the mean adds up to the time of all
+        middle = statistics.fmean if self._overlapping else statistics.median
+        warm = int(tried or self._overlapping)
+        found = {index: middle(_ended(times[warm:] or times) or [math.inf]) for index, times in measured.items()}
         for index, seconds in found.items():
             self.estimates[index] = follow(self.estimates[index], seconds)
         self.tried = found if tried else {}
@@ -251,16 +261,6 @@ class CallTrial(Trial):
         self.estimates = [math.inf] * len(self.estimates)
         self.estimates[self.chosen] = now
         return True
-
-
-def _median(times: Sequence[float]) -> float:
-    """Return the median of the seconds that count; inf if none does."""
-    return statistics.median([seconds for seconds in times if not math.isnan(seconds)] or [math.inf])
-
-
-def _fastest(times: Sequence[float]) -> float:
-    """Return the shortest of the seconds that count; 0 if none does."""
-    return min((seconds for seconds in times if not math.isnan(seconds)), default=0.0)
 
 
 # ---- steps -----------------------------------------------------------------------------------------------------------

@@ -274,9 +274,12 @@ def own_size(rank: int) -> None:
 
 def too_soon(rank: int) -> None:
     """Planted: a rank whose calls block does not care that others do not."""
-    tuner.TunersBySize._arrived = lambda self, exchange: (  # type: ignore[method-assign]
-        self._calls == self._due + (0 if self._blocking else trial.DELAY_CALLS[1])
-    )
+    arrived = tuner._arrived
+
+    def wrong(exchange: Any, calls: int, soon: int, waits: bool) -> bool:
+        return arrived(exchange, calls, soon, waits) if soon else calls == (0 if waits else trial.DELAY_CALLS[1])
+
+    tuner._arrived = wrong
 
 
 @pytest.mark.full(reason="ranks that wait for each other until the timeout")

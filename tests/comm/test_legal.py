@@ -234,15 +234,15 @@ def handles_have_all_that_torchs_have(rank: int, ranks: int) -> None:
 def idle_threads_are_few(rank: int, ranks: int) -> None:
     gate = threading.Event()
     many = [operations.start("all_reduce", [], gate.wait) for _ in range(5 * operations.IDLE_THREADS)]
-    threads = weakref.WeakSet(operations._threads._all)
+    threads = weakref.WeakSet(operations.threads._all)
     assert len(threads) >= len(many)
     gate.set()
     for one in many:
         one.wait()
     for thread in list(threads):
-        if thread not in operations._threads._all:
+        if thread not in operations.threads._all:
             thread.join(5)
-    assert len(operations._threads._idle) <= operations.IDLE_THREADS
+    assert len(operations.threads._idle) <= operations.IDLE_THREADS
     operations.start("all_reduce", [], lambda: None).wait()
 
 

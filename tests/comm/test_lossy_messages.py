@@ -52,19 +52,13 @@ WAYS: tuple[dict[str, Any], ...] = (
 @runner.together(2)
 @runner.together(3, full="the schedules are those of 2 ranks")
 def by_definition(rank: int, ranks: int) -> None:
-    kinds = (torch.bfloat16, torch.float16, torch.float32)
-    for seed, (codec, call) in enumerate(itertools.product(CODECS, EVERYTHING)):
-        dtype = kinds[(seed + seed // 3) % 3]
-        op = dist.ReduceOp.AVG if seed % 4 == 1 else dist.ReduceOp.SUM
-        way = dict(WAYS[seed % len(WAYS)])  # no multiple of the number of calls: each goes all ways
-        if call is lossy_calls.exchange_uneven:
-            way.pop("check", None)  # gloo's own exchange of lists refuses sizes that differ
-        size = 8 * SIZE if "staging_mib" in way else SIZE
-        everyone = [with_specials(peer, size, dtype, seed) for peer in range(ranks)]
-        same(*call(Call(api(codec, **way), everyone, rank, codec, op, bool(seed // 2 % 2))))
-        if codec == CODECS[0]:
-            exact, rounded = (call(Call(api(one), everyone, rank, codec, op))[0].nan_to_num() for one in (None, codec))
-            unchanged = not exact.numel() or (call is lossy_calls.reduce and rank != size % ranks)
+    for call, args in lossy_calls.every_way(rank, ranks, EVERYTHING, WAYS, SIZE):
+        same(*call(args))
+        if args.codec == CODECS[0]:
+            exact, rounded = (
+                call(replace(args, api=api(one), later=False))[0].nan_to_num() for one in (None, args.codec)
+            )
+            unchanged = not exact.numel() or (call is lossy_calls.reduce and rank != args.own.numel() % ranks)
             assert torch.equal(exact, rounded) == unchanged, call.__name__
     assert not any(row["passed"] for row in counters.rows())
 

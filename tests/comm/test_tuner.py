@@ -5,13 +5,14 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Hashable, Iterator, Sequence
+from fractions import Fraction
 from typing import Any
 
 import pytest
 import torch
 
 from ds_zipccl.comm import tuner
-from ds_zipccl.comm.tuner import CallTimer, Tuner, agreed_seconds
+from ds_zipccl.comm.tuner import CallTimer, Tuner, agreed_seconds, in_line
 from ds_zipccl.policy import trial
 from ds_zipccl.policy.admission import Decision
 
@@ -36,7 +37,7 @@ class TimingExchange:
     """The messages of a group of one rank: its own."""
 
     def __init__(self, link: Any, pairs: Sequence[tuple[float, float, float]], tag: int = 0) -> None:
-        self._pairs = pairs
+        self._pairs = [tuple(map(float, each)) for each in pairs]
 
     def all(self) -> torch.Tensor:
         return torch.tensor([self._pairs], dtype=torch.float64)
@@ -49,6 +50,7 @@ class Bench:
         monkeypatch.setattr(tuner, "TimingExchange", TimingExchange)
         self.told: list[str] = []
         self.tuner, self.meet, self.calls = Tuner(plans, self.told.append, 1), meet, 0
+        self.now = Fraction(0)  # exact, so that a call takes the seconds of the table
 
     def call(self, seconds: Any, tensor: Hashable = None) -> tuple[Decision, bool]:
         """The plan of the next call, which takes ``seconds[plan]``, an iterator or a number; and whether it was timed."""
@@ -56,12 +58,14 @@ class Bench:
         self.calls += 1
         took = seconds[plan]
         if watch is not None:
-            watch.start()
-            watch.nbytes = 1
-            watch._start, lasted = 0.0, next(took) if isinstance(took, Iterator) else took
+            lasted = next(took) if isinstance(took, Iterator) else took
             with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(tuner.time, "perf_counter", lambda: lasted)
-                watch.stop()
+                patch.setattr(tuner.time, "perf_counter", lambda: self.now)
+                watch.start()
+                watch.nbytes = 1
+                if lasted < INF:
+                    self.now += Fraction(lasted)
+                    watch.stop()
         return plan, watch is not None
 
     def run(self, count: int, seconds: Any, tensor: Hashable = None) -> list[tuple[Decision, bool]]:
@@ -112,8 +116,8 @@ def test_saved_is_plain_less_the_planned_call_once_a_trial_has_timed_both(monkey
     assert bench.tuner.saved() == (0.0, 0.0)
     for plans in ((RAW, CODED), (PLAIN, CODED)):
         other = Bench(monkeypatch, plans)
-        other.run(len(plans) * trial.TRIAL_CALLS + SOON, {PLAIN: NAN, RAW: 2.0, CODED: 1.0})
-        assert other.tuner.saved() is None, "no plain call, or none that counts"
+        other.run(len(plans) * trial.TRIAL_CALLS + SOON, {PLAIN: INF, RAW: 2.0, CODED: 1.0})
+        assert other.tuner.saved() is None, "no plain call, or none that has ended"
 
 
 def test_one_rank_that_has_not_met_delays_all(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -202,7 +206,7 @@ def test_a_drift_forgets_what_was_known(monkeypatch: pytest.MonkeyPatch, slower:
 def test_a_new_trial_counts_what_it_has_timed_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     """And not the check before it, nor what ranks told each other then."""
     bench = settled(monkeypatch, {PLAIN: 1.0, RAW: 4.0, CODED: 9.0})
-    check, again = [2.0] * trial.CHECKED_CALLS, [9.0, *[1.6] * (trial.PROBE_CALLS - 1)]
+    check, again = [2.0] * trial.PROBE_CALLS, [9.0, *[1.6] * (trial.PROBE_CALLS - 1)]
     now = {PLAIN: iter([*check, *again, *[1.6] * 50]), RAW: 4.0, CODED: 9.0}
     assert bench.call(now) == (PLAIN, False) and bench.tuner._exchange is None
     while bench.tuner._trial.estimates[0] == 1.0:
@@ -218,6 +222,21 @@ def test_checks_follow_slow_changes(monkeypatch: pytest.MonkeyPatch) -> None:
     bench = settled(monkeypatch, {PLAIN: 1.0, RAW: 4.0, CODED: 9.0})
     bench.run(11 + SOON, {PLAIN: iter([1.2, 1.2, 1.0, *[1.0] * 20]), RAW: 0.0, CODED: 0.0})
     assert bench.tuner._trial.estimates == [trial.follow(1.0, 1.2), 4.0, 9.0]
+
+
+def test_calls_that_overlap_are_judged_by_the_time_of_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three coded calls side by side take 4.5 s together, and plain ones 2 s each. The first one began behind others and does not count."""
+    pairs = {PLAIN: 2.0, CODED: itertools.cycle([4.5, 0.0, 0.0])}
+    bench = Bench(monkeypatch, (PLAIN, CODED), meet=False)
+    bench.run(2 * trial.TRIAL_CALLS + trial.DELAY_CALLS[1] + 1, pairs)
+    assert bench.tuner._trial.estimates == [2.0, 1.5] and bench.told[0].startswith("cascade frames from call ")
+    history = bench.run(trial.CHECK_CALLS[0] + trial.DELAY_CALLS[1], pairs)
+    assert [timed for _, timed in history].count(True) == trial.TRIAL_CALLS, "a check of few calls would be of chance"
+    assert bench.tuner._trial.estimates == [2.0, 1.5]
+    still = [*[2.0] * 3, INF, *[2.0] * 3]
+    bench = Bench(monkeypatch, (PLAIN, CODED), meet=False)
+    bench.run(2 * trial.TRIAL_CALLS + trial.DELAY_CALLS[1] + 1, {PLAIN: iter([*still, *[2.0] * 99]), CODED: 3.0})
+    assert bench.tuner._trial.estimates == [2.0, 3.0], "a call that has not ended does not count"
 
 
 # ---- exchanges ---------------------------------------------------------------------------------------------------------
@@ -383,17 +402,39 @@ def test_a_stopwatch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tuner.time, "perf_counter", lambda: next(clock))
     meeting, stopped = _Meeting(), []
     watch = CallTimer(meeting, True)  # type: ignore[arg-type]
-    watch.nbytes, watch.on_stop = 100, lambda: stopped.append(watch.reading())
-    assert watch.reading() == (INF, 0.0, 100.0), "it has not run"
+    watch.nbytes, watch.on_stop = 100, lambda: stopped.append(in_line([watch]))
+    assert not math.isfinite(in_line([watch])[0][0]), "it has not run"
     watch.start()
-    assert meeting.calls == 1 and watch.reading() == (INF, 1.0, 100.0), "it runs still"
+    assert meeting.calls == 1 and in_line([watch]) == [(INF, 1.0, 100.0)], "it runs still"
     watch.stop()
-    assert watch.reading() == (2.5, 1.0, 100.0) and stopped == [watch.reading()]
+    assert in_line([watch]) == [(2.5, 1.0, 100.0)] and stopped == [in_line([watch])]
     watch = CallTimer(meeting, False)  # type: ignore[arg-type]
-    watch.on_stop = lambda: stopped.append(watch.reading())
+    watch.on_stop = lambda: stopped.append(in_line([watch]))
     watch.start()
     watch.stop()
-    assert meeting.calls == 1 and watch.reading() == (1.0, 0.0, 0.0) and len(stopped) == 1
+    assert meeting.calls == 1 and in_line([watch]) == [(1.0, 0.0, 0.0)] and len(stopped) == 1
+
+
+#: (schedule, began, ended, bytes) of calls, and the seconds and bytes that count: each schedule's in the order of their ends.
+OVERLAPS: dict[str, tuple[list[tuple[int, float, float, int]], list[tuple[float, int]]]] = {
+    "apart": ([(0, 0, 2, 1), (0, 5, 6, 2), (1, 6, 9, 3)], [(2, 1), (1, 2), (3, 3)]),
+    "one after the other": ([(0, 0, 2, 1), (0, 0, 4, 1), (0, 1, 6, 1)], [(2, 1), (2, 1), (2, 1)]),
+    "side by side": ([(0, 0, 4, 1), (0, 0, 4, 1), (0, 5, 7, 1)], [(4, 1), (0, 1), (2, 1)]),
+    "the later one ends first": ([(0, 0, 4, 1), (0, 1, 3, 2)], [(2, 2), (1, 1)]),
+    "schedules overlap, too": ([(0, 0, 4, 1), (1, 1, 3, 2), (1, 3, 8, 3)], [(1, 1), (2, 2), (4, 3)]),
+    "some have not ended": ([(0, NAN, INF, 1), (0, 0, 4, 2), (0, 1, INF, 3)], [(4, 2), (INF, 1), (INF, 3)]),
+}
+
+
+@pytest.mark.parametrize("case", OVERLAPS)
+def test_calls_that_overlap_share_the_time(case: str) -> None:
+    calls, wanted = OVERLAPS[case]
+    timers = []
+    for schedule, began, ended, nbytes in calls:
+        timers.append(CallTimer(_Meeting(), False, schedule))  # type: ignore[arg-type]
+        timers[-1].began, timers[-1].ended, timers[-1].nbytes = began, ended, nbytes
+    found = [(seconds if math.isfinite(seconds) else INF, nbytes) for seconds, _, nbytes in in_line(timers)]
+    assert found == wanted
 
 
 def test_one_rank_that_does_not_wait_is_known_to_all() -> None:
@@ -402,7 +443,7 @@ def test_one_rank_that_does_not_wait_is_known_to_all() -> None:
     watch.on_stop = lambda: pytest.fail("the times were sent")
     watch.start()
     watch.stop()
-    assert watch.reading()[1] == 0.0
+    assert in_line([watch])[0][1] == 0.0
 
 
 def test_a_handle_stops_it_when_it_is_done() -> None:
@@ -410,10 +451,10 @@ def test_a_handle_stops_it_when_it_is_done() -> None:
         watch, future = CallTimer(_Meeting(), False), torch.futures.Future()  # type: ignore[arg-type,var-annotated]
         watch.start()
         watch.stop_after(wrap(future))
-        assert watch.reading() == (INF, 0.0, 0.0)
+        assert watch.ended == INF
         future.set_result(None)
-        assert watch.reading()[0] < INF
+        assert watch.ended < INF
     watch = CallTimer(_Meeting(), False)  # type: ignore[arg-type]
     watch.start()
     watch.stop_after(object())
-    assert watch.reading() == (INF, 0.0, 0.0), "a handle that cannot tell"
+    assert watch.ended == INF, "a handle that cannot tell"

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -209,3 +210,23 @@ SUMS: tuple[Callable[[Call], Result], ...] = (
 )
 MOVES: tuple[Callable[[Call], Result], ...] = (gather, gather_in_place, exchange, exchange_uneven)
 EVERYTHING = SUMS + MOVES
+
+
+def every_way(
+    rank: int,
+    ranks: int,
+    calls: Sequence[Callable[[Call], Result]],
+    ways: Sequence[dict[str, Any]],
+    size: int,
+    **more: Any,
+) -> Iterator[tuple[Callable[[Call], Result], Call]]:
+    """Each call by each codec, with dtypes, operations and ``ways``, which are settings, in turn. ``more``: fields of :class:`Call`."""
+    for seed, (codec, call) in enumerate(itertools.product(CODECS, calls)):
+        dtype = (torch.bfloat16, torch.float16, torch.float32)[(seed + seed // 3) % 3]
+        op = dist.ReduceOp.AVG if seed % 4 == 1 else dist.ReduceOp.SUM
+        way = dict(ways[seed % len(ways)])
+        if call is exchange_uneven:
+            way.pop("check", None)  # gloo's own exchange of lists refuses sizes that differ
+        each = 8 * size if "staging_mib" in way else size
+        everyone = [with_specials(peer, each, dtype, seed) for peer in range(ranks)]
+        yield call, Call(api(codec, **way), everyone, rank, codec, op, bool(seed // 2 % 2), **more)
