@@ -117,7 +117,7 @@ def test_wheel_with_its_library_needs_no_compiler(wheel: Path, tmp_path: Path, m
     nothing = {"CXX": "/no/compiler", "DS_ZIPCCL_CACHE": str(tmp_path / "cache")}
     for _ in range(2):  # the first one may compile byte code
         where, seconds = _run("-c", SHIPPED, cwd=tmp_path, python=bare, **nothing).split()[-2:]
-    assert Path(where).is_relative_to(tmp_path / "bare") and Path(where).parent.name == "lib" and float(seconds) < 1
+    assert Path(where).is_relative_to(tmp_path / "bare") and Path(where).parent.name == "lib" and float(seconds) < 5
     planted = SHIPPED.replace("x = torch", "build.CPU = replace(build.CPU, flags=('-O0',))\nx = torch")
     assert "no C++ compiler" in _run("-c", planted, cwd=tmp_path, python=bare, fails=True, **nothing)
 

@@ -127,7 +127,7 @@ class Binary:
             own = [*command, *self.sources[source], "-c", str(stage / source), "-o"]
             parts = [build._identity(self.compiler()), *self.flags, *self.sources[source], *_included(stage, source)]
             found = stage / f"{source}.o"  # the name by which every linker knows it
-            found.symlink_to(kept("object", parts, lambda to: _run([*own, str(to)])))
+            found.hardlink_to(kept("object", parts, lambda to: _run([*own, str(to)])))
             return str(found)
 
         with ThreadPoolExecutor(os.cpu_count()) as pool:
