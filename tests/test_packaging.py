@@ -117,7 +117,7 @@ def test_wheel_with_its_library_needs_no_compiler(wheel: Path, tmp_path: Path, m
     nothing = {"CXX": "/no/compiler", "DS_ZIPCCL_CACHE": str(tmp_path / "cache")}
     for _ in range(2):  # the first one may compile byte code
         where, seconds = _run("-c", SHIPPED, cwd=tmp_path, python=bare, **nothing).split()[-2:]
-    assert Path(where).is_relative_to(tmp_path / "bare") and Path(where).parent.name == "lib" and float(seconds) < 5
+    assert Path(where).is_relative_to(tmp_path / "bare") and Path(where).parent.name == "lib" and float(seconds) < 1
     planted = SHIPPED.replace("x = torch", "build.CPU = replace(build.CPU, flags=('-O0',))\nx = torch")
     assert "no C++ compiler" in _run("-c", planted, cwd=tmp_path, python=bare, fails=True, **nothing)
 
@@ -148,9 +148,9 @@ import torch, ds_zipccl
 from ds_zipccl.kernels import build
 from ds_zipccl import kernels
 x = torch.randn(5000).bfloat16()
-start = time.perf_counter()
+start = time.process_time()
 frame = ds_zipccl.compress(x)
-seconds = time.perf_counter() - start
+seconds = time.process_time() - start
 assert torch.equal(ds_zipccl.decompress(frame), x)
 assert build.shipped() is not None and kernels.tried("cpu") == {"native": ""}, kernels.tried("cpu")
 print(build.shipped(), seconds)
