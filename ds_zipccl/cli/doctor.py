@@ -221,7 +221,8 @@ def _predict(
 
     ranks = len(found.reports)
     device, backend = found.groups
-    covered, pipelined = coverage_here(job.config), bool(job.content.get("pipeline"))
+    pipelined = bool(job.content.get("pipeline"))
+    covered = coverage_here(job.config) if job.config.enabled else 'nothing will be coded: "enabled" is not true'
     tables.say(f"job:   ZeRO-{job.stage}, {job.dtype}: {covered}")
     facts = bypassed.Facts(job.content, device, backend, pipelined)
     features = [{"name": one.name, "cost": one.cost, "remedy": one.remedy} for one in bypassed.found(facts)]

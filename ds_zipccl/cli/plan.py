@@ -27,8 +27,8 @@ Operations have the sizes of --ds-config, else DeepSpeed's. These keys change mo
 
 Columns (also the keys of the rows in --json):
 
-* variant: plain: by nodes: the GPUs with the same place in all nodes exchange, and traffic inside nodes is free. This estimate of the
-  rings is optimistic. coded: as the job chooses, in mode auto the faster one: gathers by nodes, sums from every GPU to every other, plain.
+* variant: plain: NCCL's rings over all n GPUs, which bring (n-1)/n of the bytes into every node; on gloo the GPUs with the same place in
+  all nodes exchange, and traffic inside nodes is free. coded: as the job chooses, in mode auto the fastest of coded and plain schedules.
 * how: plain, coded, differences, copies (of a base) or lossy. calls: operations per step.
 * wire_gb: 1e9 bytes that a GPU sends between nodes per step. ms: their time. speedup: plain ms / ms.
 
@@ -36,9 +36,9 @@ Where autoep_size (--expert-parallel) shares experts out, only the ranks with th
 exchanges of each layer: 2 forward and 2 backward of all its tokens, with even routing, without those that checkpointing repeats.
 Not predicted: overlap between operations, congestion, the memory and time that coding takes from computing, traffic of pipelines.
 
-NCCL groups: without --ds-config sums are coded, as with "nccl": "on". No network of GPUs has run these schedules yet. coded: sums in two
-levels and gathers, where they are faster. --gpu-profile has the speed of the codec. With several networks only totals are shown; --json
-has all rows, and the variant owners: ZeRO-1 and ZeRO-2 with gradients to their owners only, plain.
+NCCL groups: without --ds-config sums are coded, as with "nccl": "on". No network of GPUs has run these schedules yet: sums and gathers in
+two levels. --gpu-profile has the speed of the codec. With several networks only totals are shown; --json has all rows, and the variant
+owners: ZeRO-1 and ZeRO-2 with gradients to their owners only, plain.
 
 --tflops and --tokens add the computing of a GPU, with the parameters that a token uses, and a table of whole steps. Coding during hidden
 communication delays computing by the time of its kernels. Columns: ms: communication; codec_ms: kernels of the codec; computing_ms:
@@ -152,7 +152,7 @@ def main(args: argparse.Namespace) -> int:
     if work is not None:
         tables.say()
         more["steps"] = tables.show(rows.WHOLE_COLUMNS, rows.whole_steps(args, planned, work))
-    more["answers"] = [rows.answer(where, each) for where, each in groups.items()]
+    more["answers"] = [rows.answer(where, each, work) for where, each in groups.items()]
     for line in more["answers"]:
         tables.say(line)
     if work is not None and args.plot:

@@ -88,6 +88,8 @@ def test_values_that_a_trainer_fills_in(tmp_path: Path, monkeypatch: pytest.Monk
     assert 'no "zipccl" section' in said and 'bf16 is "auto"' in said and "role tp" in said
     monkeypatch.setenv("DS_ZIPCCL", '{"enabled": true, "mode": "never"}')
     assert user_job.read(written(tmp_path)).config.mode == "never"
+    monkeypatch.setenv("DS_ZIPCCL", '{"mode": "auto"}')
+    assert user_job.read(written(tmp_path)).notes[0] == '"zipccl" is off and codes nothing; add "enabled": true'
 
 
 # ---------------------------------------------------------------- the prediction

@@ -97,6 +97,7 @@ REFUSED: dict[str, list[tuple[str, str]]] = {
         ("--network --expert-parallel 6", "autoep_size is 6, wanted is a divisor of experts and GPUs"),
         ("--network --tflops 400", "wants --tflops and --tokens"),
         ("--network --plot x.png", "wants --tflops and --tokens"),
+        ("--network --expert-parallel 8 --tokens 9", "got None and 9; --tokens alone is for experts of --model"),
         ("--network --tflops 0 --tokens 1", "above 0"),
         ("--network --tflops 1 --tokens 1 --overlap 1.5", "--overlap is wanted from 0 to 1"),
         ("--network --path 0", "--path must be above 0"),

@@ -494,6 +494,12 @@ def test_the_slurm_script_starts_torchrun_on_every_node(tmp_path: Path) -> None:
         assert (found.nnodes, found.nproc_per_node, found.rdzv_endpoint) == ("2", "8", "gpu07:34567")
 
 
+def test_nodes_of_torchrun_meet_without_a_rank_of_the_node() -> None:
+    """Torchrun's default, static, waits for ever where every node is the first one."""
+    commands = [line for page in (*PAGES, *OTHERS) for line in re.findall("torchrun (--nnodes .+)", page.read_text())]
+    assert commands and {get_args_parser().parse_args(line.split()).rdzv_backend for line in commands} == {"c10d"}
+
+
 def test_deepspeed_reads_the_hostfile() -> None:
     assert fetch_hostfile(str(RECIPES / "hostfile")) == {"node1": 8, "node2": 8}
 

@@ -129,6 +129,20 @@ def several_groups(lab: Lab) -> Any:
     return model
 
 
+def sharded_late(lab: Lab) -> Any:
+    """The blocks are coded; the root was not sharded at that time."""
+    torch.manual_seed(0)
+    model = Model()
+    for block in model.blocks:
+        fully_shard(block, mp_policy=BF16)
+    if lab.coded:
+        fsdp.apply(model, fsdp_lab.ALWAYS)
+    fully_shard(model, mp_policy=BF16)
+    lab.optimizer = torch.optim.AdamW(model.parameters(), 3e-5)
+    lab.train(model)
+    return model
+
+
 def together(lab: Lab) -> Any:
     """Two modules are sharded as one."""
     torch.manual_seed(0)
@@ -364,6 +378,7 @@ CASES = {
     "across columns": Case(across_columns),
     "hybrid": Case(hybrid, said="all-reduces between replicas stay plain"),
     "several groups": Case(several_groups, said="the root stays plain: it has 2 groups of parameters"),
+    "sharded late": Case(sharded_late, said="the root stays plain: fully_shard came after fsdp.apply; call"),
     "together": Case(together),
     "tied": Case(tied),
     "accumulating": Case(accumulating),
@@ -476,9 +491,17 @@ def on(rank: int, ranks: int, folder: str) -> None:
     assert rank or "log_interval 7" in text.getvalue()
     with pytest.raises(ConfigError, match="this process already runs with"):
         fsdp.apply(fully_shard(Model()), {"mode": "always"})
-    with fsdp_lab.spoken() as text:
-        fsdp.apply(model)
-    assert rank or "the root stays plain: it has collectives already, AllGather and ReduceScatter" in text.getvalue()
+    theirs = fully_shard(Model())
+    theirs.set_custom_all_gather(
+        type("Theirs", (type(theirs._get_fsdp_state()._fsdp_param_group._all_gather_comm),), {})()
+    )
+    for again, said in (
+        (model, "an earlier fsdp.apply has coded"),
+        (theirs, "the root stays plain: it has collectives"),
+    ):
+        with fsdp_lab.spoken() as text:
+            fsdp.apply(again)
+        assert rank or f"FSDP2: {said}" in text.getvalue()
 
 
 def test_sections_and_models_that_are_refused(tmp_path: Path) -> None:

@@ -90,7 +90,7 @@ class Model:
             group.comm_ctx, group._orig_dtype, group._reduce_dtype = self.context, torch.float32, torch.bfloat16
             self.groups.append(group)
         units = [Unit(f"blocks.{number}", group, dist.group.WORLD) for number, group in enumerate(self.groups)]
-        parameters, job = Parameters(units, {}, CONFIG, self.device), Job(config=CONFIG)
+        parameters, job = Parameters(units, torch.nn.Module(), CONFIG, self.device), Job(config=CONFIG)
         for unit in units:
             plain = unit.param_group
             plain._all_gather_comm = AllGather(unit, job, plain._all_gather_comm, parameters)

@@ -41,8 +41,8 @@ def step(found: Schedules) -> Iterator[dict[str, Any]]:
         yield total | {"speedup": totals[PLAIN]["ms"] / total["ms"]}
 
 
-def answer(where: str, found: Schedules) -> str:
-    """Return the answer for a user in one sentence. ``where``: the network. By the default config the sums of NCCL groups stay NCCL's."""
+def answer(where: str, found: Schedules, work: Computing | None = None) -> str:
+    """Return the answer for a user in one sentence. ``where``: the network. By default NCCL's sums stay plain. ``work``: of whole steps."""
     args, nccl = found.args, found.args.backend == "nccl"
     kinds = ["enabled", "mode", "roles", "reduction", "min_bytes", "zero3_base_mib"]
     kinds += ["nccl", "nccl_min_bytes"] if nccl else []
@@ -50,18 +50,19 @@ def answer(where: str, found: Schedules) -> str:
     def takes(ms: float) -> str:
         return f"{ms / 1e3:.3g} s ({plain / ms:.3g} times less)" if plain > GAIN * ms else "as long"
 
-    def totals(options: argparse.Namespace) -> dict[str, float]:
-        rows = step(replace(found, args=options))
-        return {row["variant"]: float(row["ms"]) for row in rows if row["what"] == TOTAL}
+    def total(options: argparse.Namespace, variant: str = CODED) -> dict[str, Any]:
+        return next(
+            one for one in step(replace(found, args=options)) if (one["what"], one["variant"]) == (TOTAL, variant)
+        )
 
-    plain = totals(args)[PLAIN]
-    best = totals(usual := default_config(args))[CODED]
+    ends = [total(args, PLAIN), total(usual := default_config(args))]
+    plain, best = (float(row["ms"]) for row in ends)
     parts = [f"plain communication takes {plain / 1e3:.3g} s a step", f"with the default config {takes(best)}"]
     may = nccl and args.section.nccl == "auto" and args.section.reduction != "match"  # a job refuses match with "on"
     proved = replace(args.section, nccl="on") if may else args.section
     proposed = argparse.Namespace(**vars(args) | {"section": proved})
     for options in filter(None, (args, proposed, host_base(proposed))):
-        ms = totals(options)[CODED]
+        ms = total(options)["ms"]
         values = {key: (getattr(options.section, key), getattr(usual.section, key)) for key in kinds}
         values |= {key: (getattr(options, key), value) for key, value in USUAL.items()}
         keys = [f'"{key}": {json.dumps(value)}' for key, (value, other) in values.items() if value != other]
@@ -70,6 +71,9 @@ def answer(where: str, found: Schedules) -> str:
         if keys and (asked or best > WORTH * ms):
             parts.append(f"with {' and '.join(keys)} {takes(ms)}")
             best = min(best, ms)
+    if work is not None:
+        plain, best = (row["step_ms"] for row in whole_steps(args, ends, work))
+        parts[-1] += f"; a whole step takes {plain / 1e3:.3g} s, with the default config {takes(best)}"
     return f"answer, {where}: {', '.join(parts)}"
 
 
@@ -166,8 +170,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def refuse(args: argparse.Namespace) -> None:
     """Refuse the options of whole steps."""
     given = [f"--{name}" for name, (_, default, *_) in OPTIONS.items() if getattr(args, name) != default]
-    given = [option for option in given if option != "--tokens" or args.moe is None]
-    if given:
+    if given := [option for option in given if option != "--tokens" or args.moe is None]:
         raise ToolError(f"{', '.join(given)}: the time of a whole step is planned for NCCL groups alone")
 
 
@@ -184,7 +187,8 @@ def computing(args: argparse.Namespace) -> Computing | None:
     if args.tflops is None and (args.tokens is None or args.moe) and args.plot is None:
         return None
     if args.tflops is None or args.tokens is None:
-        raise ToolError(f"the time of a step wants --tflops and --tokens, got {args.tflops} and {args.tokens}")
+        alone = "--tokens alone is for experts of --model that ranks share out: expert_parallel with autoep_size"
+        raise ToolError(f"the time of a step wants --tflops and --tokens, got {args.tflops} and {args.tokens}; {alone}")
     return Computing(args.tflops, args.tokens, args.flops, args.overlap)
 
 

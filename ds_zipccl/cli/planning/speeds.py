@@ -178,7 +178,7 @@ def network(text: str) -> Network:
     Raises:
         ArgumentTypeError: the text is not a network, or does not say whose rate it is; says how to write it.
     """
-    match = re.fullmatch(r"(?:([1-9]\d*)x)?(\d+(?:\.\d+)?)([mg]bit)(-tcp)?(?:/(node|gpu))?", text)
+    match = re.fullmatch(r"(?:([1-9]\d*)x)?(\d+(?:\.\d+)?)([mg]bit)(-tcp)?(?:/(node|gpu))?", text.lower())
     if match is None or not float(match[2]):
         wanted = f"[CARDSx]RATE[-tcp]/node or RATE[-tcp]/gpu: {', '.join(NETWORKS)} or 1gbit/gpu"
         raise argparse.ArgumentTypeError(f"{text!r} is not a network; write {wanted}")
@@ -186,7 +186,7 @@ def network(text: str) -> Network:
         wanted = f"{text}/node for all cards of a node, or {text}/gpu for the part of one GPU"
         raise argparse.ArgumentTypeError(f"{text!r} does not say whose rate it is: write {wanted}")
     rate = int(match[1] or 1) * float(match[2]) * _BYTES[match[3]]
-    return Network(text, rate, match[5], cost_model.TCP_REACH if match[4] else cost_model.RDMA_REACH)
+    return Network(match[0], rate, match[5], cost_model.TCP_REACH if match[4] else cost_model.RDMA_REACH)
 
 
 def device_codec(name: str | None, dtype: str) -> DeviceCodec:

@@ -121,7 +121,9 @@ def _section(path: str, content: Mapping[str, Any], notes: list[str]) -> ZipcclC
         if section is None:
             notes.append(f'no "{SECTION}" section: predicted as with "{SECTION}": {{"enabled": true}}; add it')
             section = {"enabled": True}
-        return parse_section(section)
+        config = parse_section(section)
+        notes += [] if config.enabled else [f'"{SECTION}" is off and codes nothing; add "enabled": true']
+        return config
     except ConfigError as error:
         where = path if override is None else "DS_ZIPCCL"
         keys = "docs/configuration.md has the keys"

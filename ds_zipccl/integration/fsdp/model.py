@@ -84,6 +84,8 @@ class _Process:
         elif counted is not optimizer:
             return
         self._steps += 1
+        if self._steps == 1:
+            self.job.tell(line for parameters in self.models() for line in _late(parameters.model()))
         comm_engine.end_step(optimizer)
         config, log = self.job.config, self.job.step_log
         if log is not None:
@@ -123,8 +125,7 @@ def apply(model: _Model, section: Mapping[str, Any] | str | os.PathLike[str] | N
     if config is None:
         return model
     process.job.tell(said)
-    names = {id(param): name for name, param in model.named_parameters()}
-    parameters = Parameters(units, names, config, device)
+    parameters = Parameters(units, model, config, device)
     if parameters.said:
         process.job.tell([f"FSDP2, zero3_base {config.zero3_base}: {parameters.said}"])
     for unit in units:
@@ -167,6 +168,13 @@ def _modules(model: torch.nn.Module) -> Iterator[tuple[str, Any]]:
             yield name, module
 
 
+def _late(model: torch.nn.Module | None) -> Iterator[str]:
+    """Yield a line for each module that communicates and was sharded after :func:`apply`."""
+    for name, module in [] if model is None else _modules(model):
+        if _unit(name, module, []) is not None:
+            yield f"FSDP2: {name or 'the root'} stays plain: fully_shard came after fsdp.apply; call fsdp.apply last"
+
+
 def _param_groups(module: Any) -> list[Any]:
     """Return torch's parameter groups of a module."""
     state = module._get_fsdp_state()
@@ -187,7 +195,9 @@ def _unit(name: str, module: Any, said: list[str]) -> Unit | None:
     (torchs,) = groups
     own = [type(one).__name__ for one in (torchs._all_gather_comm, torchs._reduce_scatter_comm)]
     if not set(own) <= set(_TORCHS_OWN):
-        said.append(f"{who} stays plain: it has collectives already, {' and '.join(own)}")
+        ours = isinstance(torchs._all_gather_comm, AllGather)
+        plain = f"{who} stays plain: it has collectives already, {' and '.join(own)}"
+        said.append("FSDP2: an earlier fsdp.apply has coded modules of this model" if ours else plain)
         return None
     if getattr(torchs.mesh_info, "replicate_process_group", None) is not None:
         said.append("FSDP2: all-reduces between replicas stay plain: torch takes no collective for them")

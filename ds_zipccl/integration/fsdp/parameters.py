@@ -11,6 +11,7 @@ backward pass, or if its module has gathered in the pass before.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -43,18 +44,17 @@ class _Parameter(NamedTuple):
 class Parameters:
     """The parameters of a model. All methods are called on all ranks, in program order.
 
-    Args:
-        names: ``id()`` of a parameter -> its name in the model.
-
-    ``said``: a sentence about the memory of bases; "" where there is nothing to say.
+    ``model``: a weak reference. ``said``: a sentence about the memory of bases; "" where there is nothing to say.
 
     Raises:
         CommError: the memory that ``zero3_base`` host or device asks for cannot be had.
     """
 
     def __init__(
-        self, units: Sequence[Unit], names: Mapping[int, str], config: ZipcclConfig, device: torch.device
+        self, units: Sequence[Unit], model: torch.nn.Module, config: ZipcclConfig, device: torch.device
     ) -> None:
+        self.model = weakref.ref(model)
+        names = {id(param): name for name, param in model.named_parameters()}
         keepers: dict[dist.ProcessGroup, Keeper] = {}
         self._of: dict[str, list[_Parameter]] = {}
         wanted: list[Gathered] = []

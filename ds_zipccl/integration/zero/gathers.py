@@ -126,11 +126,11 @@ def hold_bases(
     """
     auto, useless = config.zero3_base == "auto", _never_differs(config)
     groups: dict[dist.ProcessGroup, list[Gathered]] = {}
-    for one in gathered:
+    for one in (listed := list(gathered)):
         if not (auto and one.trained):
             groups.setdefault(one.group, []).append(one)
     if auto and not groups:
-        return [], ""
+        return [], 'none, as all parameters train at this time; "host" has bases of these too' if listed else ""
     if useless and not auto:
         return [], f"not used, as {useless}"
     share, before = (_share(config), 0 if config.zero3_base_mib else held_share()) if auto else (0, 0)
