@@ -86,10 +86,10 @@ def test_values_that_a_trainer_fills_in(tmp_path: Path, monkeypatch: pytest.Monk
     assert (job.buckets.reduce, job.buckets.gather) == (4_000_000, 2_000_000)
     said = "\n".join(job.notes)
     assert 'no "zipccl" section' in said and 'bf16 is "auto"' in said and "role tp" in said
+    notes = user_job.read(written(tmp_path, zipccl={"mode": "auto"})).notes
+    assert notes[0] == '"zipccl" is off and codes nothing; add "enabled": true'
     monkeypatch.setenv("DS_ZIPCCL", '{"enabled": true, "mode": "never"}')
     assert user_job.read(written(tmp_path)).config.mode == "never"
-    monkeypatch.setenv("DS_ZIPCCL", '{"mode": "auto"}')
-    assert user_job.read(written(tmp_path)).notes[0] == '"zipccl" is off and codes nothing; add "enabled": true'
 
 
 # ---------------------------------------------------------------- the prediction

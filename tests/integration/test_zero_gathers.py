@@ -172,12 +172,13 @@ def frozen(number: int, **more: Any) -> Any:
 
 
 def test_by_itself_only_frozen_parameters_have_bases(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In host memory. Not for those that stay gathered, and nothing is said of a model that trains all its parameters."""
+    """In host memory. Not for those that stay gathered. A model without any says so: it may be frozen too late."""
     params = [frozen(0), parameter(1), frozen(2), frozen(3, persist=True), torch.nn.Parameter(torch.zeros(3), False)]
     asked, have, said = automatic(monkeypatch, params, node_ranks=2)
     assert asked == [([SHARD, SHARD], "host", DATA, "cpu")] and have == [params[0], params[2]]
     assert said == "0.0 MB, shared by the 2 ranks of a node, for 2 frozen parameters"
-    assert automatic(monkeypatch, [parameter(0), frozen(1, persist=True)]) == ([], [], "")
+    said = 'none: no gathered parameter is frozen at this time; "host" is for trained ones too'
+    assert automatic(monkeypatch, [parameter(0), frozen(1, persist=True)]) == ([], [], said)
     assert automatic(monkeypatch, [frozen(0)], size=1) == ([], [], "")
 
 
