@@ -177,7 +177,7 @@ def test_by_itself_only_frozen_parameters_have_bases(monkeypatch: pytest.MonkeyP
     asked, have, said = automatic(monkeypatch, params, node_ranks=2)
     assert asked == [([SHARD, SHARD], "host", DATA, "cpu")] and have == [params[0], params[2]]
     assert said == "0.0 MB, shared by the 2 ranks of a node, for 2 frozen parameters"
-    said = 'none: no gathered parameter is frozen at this time; "host" is for trained ones too'
+    said = 'none: no gathered parameter is frozen now; "host" is for trained ones too'
     assert automatic(monkeypatch, [parameter(0), frozen(1, persist=True)]) == ([], [], said)
     assert automatic(monkeypatch, [frozen(0)], size=1) == ([], [], "")
 

@@ -130,10 +130,7 @@ def hold_bases(
         if not (auto and one.trained):
             groups.setdefault(one.group, []).append(one)
     if auto and not groups:
-        return (
-            [],
-            'none: no gathered parameter is frozen at this time; "host" is for trained ones too' if listed else "",
-        )
+        return [], 'none: no gathered parameter is frozen now; "host" is for trained ones too' if listed else ""
     if useless and not auto:
         return [], f"not used, as {useless}"
     share, before = (_share(config), 0 if config.zero3_base_mib else held_share()) if auto else (0, 0)
