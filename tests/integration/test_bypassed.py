@@ -83,6 +83,9 @@ def test_a_line_for_each_feature(
     told = doctor._predict(args, user_job.read(str(path)), found, PROFILE, None)["notes"]
     assert [note for note in told if note.startswith("bypassed")] == lines
     assert [line.strip() for line in capsys.readouterr().out.splitlines() if "bypassed" in line] == lines
+    path.write_text(json.dumps({**config, "zipccl": {}}))
+    off = doctor._predict(args, user_job.read(str(path)), found, PROFILE, None)
+    assert off["covered"] == 'nothing will be coded: "enabled" is not true'
     reason = job.unpredicted(user_job.read(str(path)), "cpu", "gloo")
     of_zero = [one.name for one in FEATURES if one.of_zero and one.name in names]
     assert reason.endswith(", ".join(of_zero)) and ("no model predicts the traffic of" in reason) == bool(of_zero)
