@@ -26,7 +26,7 @@ class Budget(NamedTuple):
 #: Folder -> its budget; the files of the folder itself are not those of a folder named beside it.
 BUDGETS = {
     "ds_zipccl": Budget(1_510, 1_450),
-    "ds_zipccl/cli": Budget(3_473, 3_000),
+    "ds_zipccl/cli": Budget(3_472, 3_000),
     "ds_zipccl/codecs": Budget(2_860, 2_900),
     "ds_zipccl/comm": Budget(11_916, 9_800),
     "ds_zipccl/csrc": Budget(10_020, 10_050),
@@ -37,7 +37,7 @@ BUDGETS = {
     "ds_zipccl/sync": Budget(1_240, 1_250),
     "ds_zipccl/telemetry": Budget(828, 900),
     "benchmarks": Budget(5_745, 5_500),
-    "tests": Budget(60_194, 56_000),
+    "tests": Budget(60_196, 56_000),
 }
 #: Files of one folder of the package and of the benchmarks.
 MAX_FILES = 14

@@ -246,8 +246,6 @@ def _remarks(args: argparse.Namespace, planned: Sequence[dict[str, Any]]) -> Ite
         if args.gradients is not None and slow:
             yield 'lossy gradients take longer than plain ones, and "auto" does not pass them: take the codec out'
         return
-    if any(line.coded_op for line in operations.traffic(args)) and not args.round_robin:
-        yield "few ranks own a bucket that is smaller than the model: round_robin_gradients is faster, see --round-robin"
     if args.tflops is None:
         yield "these are times of communication alone; --tflops and --tokens add computing, and a step is sped up less"
 

@@ -89,11 +89,12 @@ def is_small(args: argparse.Namespace, line: StepTraffic) -> bool:
     return max((nbytes for nbytes, _ in operations(args, line)), default=0) < least
 
 
-def host_base(args: argparse.Namespace) -> argparse.Namespace | None:
-    """Return ``args`` with the base that pays in full fine-tuning, or None where it is no choice or the user has made one."""
-    if args.zero != 3 or args.zero3_base != "auto" or args.delta != "auto":
-        return None
-    return argparse.Namespace(**vars(args) | {"zero3_base": "host"})
+def proposals(args: argparse.Namespace) -> Iterator[argparse.Namespace]:
+    """Yield ``args`` with a key that often pays, where the user has made no choice: buckets that all ranks own; the base of fine-tuning."""
+    if args.zero < 3 and args.owner_only == "auto" and not args.round_robin:
+        yield argparse.Namespace(**vars(args) | {"round_robin": True})
+    if args.zero == 3 and args.zero3_base == args.delta == "auto":
+        yield argparse.Namespace(**vars(args) | {"zero3_base": "host"})
 
 
 def trained(args: argparse.Namespace) -> float:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from ds_zipccl.cli import ToolError, tables
-from ds_zipccl.cli.planning.operations import CODED, PLAIN, TOTAL, USUAL, default_config, host_base, operations
+from ds_zipccl.cli.planning.operations import CODED, PLAIN, TOTAL, USUAL, default_config, operations, proposals
 from ds_zipccl.cli.planning.schedules import DeviceSchedules, Row, Schedules, groups
 from ds_zipccl.cli.tables import Column
 from ds_zipccl.policy.cost_model import HOP_S, STEP_S
@@ -51,9 +51,8 @@ def answer(where: str, found: Schedules, work: Computing | None = None) -> str:
         return f"{ms / 1e3:.3g} s ({plain / ms:.3g} times less)" if plain > GAIN * ms else "as long"
 
     def total(options: argparse.Namespace, variant: str = CODED) -> dict[str, Any]:
-        return next(
-            one for one in step(replace(found, args=options)) if (one["what"], one["variant"]) == (TOTAL, variant)
-        )
+        rows = step(replace(found, args=options))
+        return next(row for row in rows if (row["what"], row["variant"]) == (TOTAL, variant))
 
     ends = [total(args, PLAIN), total(usual := default_config(args))]
     plain, best = (float(row["ms"]) for row in ends)
@@ -61,10 +60,11 @@ def answer(where: str, found: Schedules, work: Computing | None = None) -> str:
     may = nccl and args.section.nccl == "auto" and args.section.reduction != "match"  # a job refuses match with "on"
     proved = replace(args.section, nccl="on") if may else args.section
     proposed = argparse.Namespace(**vars(args) | {"section": proved})
-    for options in filter(None, (args, proposed, host_base(proposed))):
+    for options in (args, proposed, *proposals(args), *proposals(proposed)):
         ms = total(options)["ms"]
         values = {key: (getattr(options.section, key), getattr(usual.section, key)) for key in kinds}
         values |= {key: (getattr(options, key), value) for key, value in USUAL.items()}
+        values["round_robin_gradients"] = options.round_robin, args.round_robin
         keys = [f'"{key}": {json.dumps(value)}' for key, (value, other) in values.items() if value != other]
         keys += [f"gradients by {args.gradients}"] if args.gradients is not None else []
         asked = options is args and (args.ds_config or keys != ['"nccl": "on"'])  # without a file a proposal
