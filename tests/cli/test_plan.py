@@ -415,9 +415,8 @@ def test_the_headline_is_answered(capsys: pytest.CaptureFixture[str]) -> None:
         "answer, 10gbit-tcp/node: plain communication takes 23 s a step, with the default config 0.61 s (37.7 times less)"
     )
     assert main([*words, *"1.25Gbit-TCP/gpu --tflops 400 --tokens 8192 --gpu-profile assumed-1.0".split()]) == 0
-    assert capsys.readouterr().out.splitlines()[
-        -1
-    ] == (  # 1e12 * 400 operations a second, 8 for each parameter and token: 1.15 s
+    *_, last = capsys.readouterr().out.splitlines()
+    assert last == (  # 1e12 * 400 operations a second, 8 for each parameter and token: 1.15 s
         "answer, 1.25gbit-tcp/gpu: plain communication takes 23 s a step, with the default config 0.61 s (37.7 times less); "
         "a whole step takes 24.1 s, with the default config 1.76 s (13.7 times less)"
     )

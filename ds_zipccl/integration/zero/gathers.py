@@ -109,7 +109,7 @@ def _gathered(param: Any, trains: bool) -> Gathered:
 
 
 def hold_bases(
-    gathered: Iterable[Gathered], config: ZipcclConfig, device: torch.device, *, trains: bool
+    gathered: Sequence[Gathered], config: ZipcclConfig, device: torch.device, *, trains: bool
 ) -> tuple[list[BaseSlot], str]:
     """Allocate a base for each parameter; with ``zero3_base`` auto for those of them that are frozen and fit, in host memory: memory of the
     device would hold the whole model on every rank, which sharding avoids. In groups in the order of streams bases are held with the
@@ -126,11 +126,11 @@ def hold_bases(
     """
     auto, useless = config.zero3_base == "auto", _never_differs(config)
     groups: dict[dist.ProcessGroup, list[Gathered]] = {}
-    for one in (listed := list(gathered)):
+    for one in gathered:
         if not (auto and one.trained):
             groups.setdefault(one.group, []).append(one)
     if auto and not groups:
-        return [], 'none: no gathered parameter is frozen now; "host" is for trained ones too' if listed else ""
+        return [], 'none: no gathered parameter is frozen now; "host" is for trained ones too' if gathered else ""
     if useless and not auto:
         return [], f"not used, as {useless}"
     share, before = (_share(config), 0 if config.zero3_base_mib else held_share()) if auto else (0, 0)
