@@ -14,7 +14,7 @@ an all-to-all a rank's own segment stays exact. Sums of ``replicated`` tensors t
 
 from ds_zipccl.comm.bases.in_place import IN_PLACE, Base
 from ds_zipccl.comm.bases.shared import allocate_bases
-from ds_zipccl.comm.engine import Agreed, Keeper, Kept, SharedBase, calibrate, check_frames
+from ds_zipccl.comm.engine import Agreed, CachedParameter, SharedBase, calibrate, check_frames
 from ds_zipccl.comm.ops.all_gather import all_gather, all_gather_coalesced, all_gather_into_tensor
 from ds_zipccl.comm.ops.all_reduce import all_reduce, all_reduce_coalesced
 from ds_zipccl.comm.ops.all_to_all import all_to_all, all_to_all_single
@@ -28,7 +28,7 @@ from ds_zipccl.comm.shadow_check import ShadowMismatch
 from ds_zipccl.comm.work import CommError, Work
 
 __all__ = [
-    "IN_PLACE", "Agreed", "Base", "CommError", "Keeper", "Kept", "Part", "ShadowMismatch", "SharedBase", "Work",
+    "IN_PLACE", "Agreed", "Base", "CachedParameter", "CommError", "Part", "ShadowMismatch", "SharedBase", "Work",
     "agree_sizes", "all_gather", "all_gather_coalesced", "all_gather_into_tensor", "all_reduce", "all_reduce_coalesced",
     "all_to_all", "all_to_all_single", "allocate_bases", "broadcast", "calibrate", "check_frames", "gather_parts",
     "irecv", "isend", "recv", "reduce", "reduce_scatter", "reduce_scatter_tensor", "reduce_to_owners", "send",

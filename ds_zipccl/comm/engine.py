@@ -17,10 +17,10 @@ from ds_zipccl.comm.device.streams import streams_of
 from ds_zipccl.comm.group_state import GroupState, find_nodes, group_state
 from ds_zipccl.comm.host import calibration
 from ds_zipccl.comm.host import engine as host
+from ds_zipccl.comm.host.cached import CachedParameter, ask, same_bits
 from ds_zipccl.comm.host.gather import SharedBase, abandoning
 from ds_zipccl.comm.host.p2p.message import receive, send
 from ds_zipccl.comm.host.repeats import forget as forget_repeats
-from ds_zipccl.comm.host.versions import COPIES, Keeper, Kept, same_words
 from ds_zipccl.comm.request import Request
 from ds_zipccl.comm.transport.staging import SideStream
 from ds_zipccl.comm.tuner import CallTimer
@@ -28,9 +28,9 @@ from ds_zipccl.policy.admission import Decision, PassReason
 from ds_zipccl.policy.cost_model import LinkProfile
 
 __all__ = [
-    "COPIES", "ENGINES", "Agreed", "Engine", "Keeper", "Kept", "Settled", "SharedBase", "SideStream", "abandoning",
-    "agree_ahead", "calibrate", "calibration", "check_frames", "compare", "end_step", "engine_of", "finish", "forget_repeats",
-    "host", "host_bases_gain", "never_coded", "receive", "register", "same_words", "send", "settle", "start", "sums_of",
+    "ENGINES", "Agreed", "CachedParameter", "Engine", "Settled", "SharedBase", "SideStream", "abandoning", "agree_ahead", "ask",
+    "calibrate", "calibration", "check_frames", "compare", "end_step", "engine_of", "finish", "forget_repeats", "host",
+    "host_bases_gain", "never_coded", "receive", "register", "same_bits", "send", "settle", "start", "sums_of",
 ]  # fmt: skip
 
 

@@ -26,6 +26,7 @@ class Hint(NamedTuple):
     ``lossy``: the calls that a lossy codec may change, see :class:`.lossy.calls.Calls`. ``seen``: the running call was seen, and calls of
     torch.distributed within it go on to torch's functions; they may come by way of other modules. ``stepping``: ZeRO stage of the engine
     that is taking an optimizer step; 0: no engine is. ``started``: takes the handles of asynchronous calls, for one who waits for all.
+    ``collected``: garbage collection destroys an engine, on this rank alone.
     """
 
     parameters: dict[int, Any] = {}  # the defaults stay empty: calls only take from these two
@@ -38,6 +39,7 @@ class Hint(NamedTuple):
     seen: bool = False
     stepping: int = 0
     started: list[Any] | None = None
+    collected: bool = False
 
 
 _NOTHING = Hint()

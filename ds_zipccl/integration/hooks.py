@@ -199,12 +199,6 @@ def _load_checkpoint(original: Callable[..., Any], engine: Any, *args: Any, **kw
     return found
 
 
-def _save_weights(original: Callable[..., Any], engine: Any, *args: Any, **kwargs: Any) -> Any:
-    """Surround a save of ZeRO-3's weights in one file, which gathers them module by module."""
-    with versions.saving(engine.optimizer):
-        return original(engine, *args, **kwargs)
-
-
 def _lossy_config() -> ZipcclConfig | None:
     """Return the config of this process, None where no role is lossy."""
     job = _job()
@@ -236,11 +230,15 @@ def _reset_shapes(original: Callable[..., Any], engine: Any, *args: Any, **kwarg
 
 def _destroy(original: Callable[..., Any], engine: Any, *args: Any, **kwargs: Any) -> Any:
     """Free the bases and the kept messages with the engine: DeepSpeed keeps references to the engine itself. Copies may still be queued on
-    a device."""
+    a device. Where garbage collection destroys the engine, the other ranks still gather from bases: those go with the parameters."""
+    if hints.current().collected:
+        return original(engine, *args, **kwargs)
     comm_engine.forget_repeats()
     versions.end(getattr(engine, "optimizer", None))  # an engine whose start has failed has none
-    if getattr(engine, "ds_zipccl_bases", None):
+    if bases := getattr(engine, "ds_zipccl_bases", None):
         comm_engine.finish(engine.device)
+    for base in bases or ():
+        base.free()
     engine.ds_zipccl_bases = None
     lossy_state.forget(engine)
     return original(engine, *args, **kwargs)
@@ -289,7 +287,6 @@ _NO_LOG = "its summary has no bytes of coded calls"
 _NO_GROUPS = "groups of the model's layers have the role of data parallelism, and all roles stay exact"
 _NO_STEPS = "gathers of ZeRO-1 and ZeRO-2 are coded without differences, there are no step log and no events, and all roles stay exact"
 _NO_STATE = "checkpoints have no state of lossy codecs"
-_ONE_BY_ONE = "a save of weights in one file agrees on bases module by module"
 _NO_BASES = "gathers of ZeRO-3 are coded without bases and agreed sizes"
 _NOT_SINGLE = "gathers of single parameters of ZeRO-3 are coded without bases and agreed sizes"
 _NO_SIZES = "gathers of ZeRO-3 are coded without agreed sizes and without differences by versions"
@@ -334,8 +331,8 @@ hook_points.declare(
         without=f"{_NO_SIZES}, and {_EXACT}",
         guards=("versions", "lossy"),
     ),
-    _of_engine("DeepSpeedEngine._zero3_consolidated_16bit_state_dict", _save_weights, without=_ONE_BY_ONE),
     _of_engine("DeepSpeedEngine.destroy", _destroy, without="bases are freed with the process"),
+    _of_engine("DeepSpeedEngine.__del__", hints.during(collected=True), guards=("bases",), optional=True),
     _of_fusing(_ENGINE, "DeepSpeedEngine._reduce_non_expert_gradients", fused_embedding.leave_out, ("self", "grads")),
     _of_params(
         "get_allgather_dtype",
@@ -354,9 +351,6 @@ hook_points.declare(
     _of_params("Init._all_gather", gathers.gather_single, ("self", "param_list"), without=_NOT_SINGLE),
     _of_versions(_PARTITION, "Init._partition", gathers.partition, ("self", "param_list", "force", "has_been_updated")),
     _of_versions(_PARTITION, "GatheredParameters.__enter__", versions.enter_gathered),
-    _of_versions(
-        _STAGE3, "DeepSpeedZeRoOffload.pre_sub_module_forward_function", versions.fetch, ("self", "sub_module")
-    ),
     _of_versions(_STAGE3, "DeepSpeedZeroOptimizer_Stage3.step", versions.step),
     _of_versions(_STAGE3, "DeepSpeedZeroOptimizer_Stage3.load_state_dict", versions.load),
     # set_local_hp_param is no call of all ranks: it counts as a write to the shard.

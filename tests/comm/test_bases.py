@@ -13,7 +13,7 @@ import pytest
 import ranks as runner
 import torch
 import torch.distributed as dist
-from kept import CONFIG, FULL, OTHER, SHARDS, refusing
+from cached import CONFIG, FULL, OTHER, SHARDS, refusing
 
 from ds_zipccl import comm
 from ds_zipccl.codecs import decompress

@@ -24,7 +24,7 @@ import pytest
 import ranks as runner
 import torch
 import torch.distributed as dist
-from kept import Rank
+from cached import Rank
 from moves import AUTO, CODED, wait
 from operations import arguments
 

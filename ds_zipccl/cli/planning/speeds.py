@@ -108,10 +108,10 @@ def measured_differences() -> tuple[float, float]:
 
 def measured_copies() -> tuple[float, float]:
     """Bytes per second that one thread of this machine copies out of a base into new memory, and compares with it; takes about 0.1 s."""
-    from ds_zipccl.comm.engine import calibration, same_words
+    from ds_zipccl.comm.engine import calibration, same_bits
 
     base, _ = _step(2 * _NUMEL, "bfloat16")
-    copy, compare = calibration.copy_seconds(base, same_words)
+    copy, compare = calibration.copy_seconds(base, same_bits)
     return base.nbytes / copy, base.nbytes / compare
 
 

@@ -44,7 +44,7 @@ class BaseSlot:
 
     ``filled``: the slot holds the result of a gather. ``serial``: the slot's number in the group, equal on all ranks. ``shared``: some
     ranks of the group share memory; equal on all ranks. ``asked``: the number of gathers that were asked to fill the slot, equal on all
-    ranks at the same point of the program. ``version``: the number of the gather that has filled the slot.
+    ranks at the same point of the program. ``version``: the number of the gather that has filled the slot. ``freed``: see :meth:`free`.
     """
 
     memory: torch.Tensor
@@ -54,6 +54,12 @@ class BaseSlot:
     shared: bool = False
     asked: int = 0
     version: int = 0
+    freed: bool = False
+
+    def free(self) -> None:
+        """Give the memory back; no gather has this base any more. All ranks of the group call, once no work on a device reads it."""
+        self.freed, self.filled = True, False
+        self.memory = tensors.empty(0, self.memory.dtype).view(0, 0)
 
 
 class _Serials:

@@ -1,13 +1,11 @@
 """The state of a parameter that is gathered again and again: one machine, in which each engine proves bases in its own way.
 
-A *version* is the time in which no rank changes its shard. In a version the state goes to copies: by an agreement that begins the version
-and the gather after it (:mod:`.device.bases.agreed`), or by a gather and the agreement after it (:mod:`.host.versions`).
+A *version* is the time in which no rank changes its shard. Groups in the order of streams agree on a version ahead, and all gathers of the
+version follow from it (:mod:`.device.bases.agreed`). Groups that exchange messages ask at each gather (:mod:`.host.cached`).
 """
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable
 from enum import Enum
 
 from ds_zipccl.comm.bases.shared import BaseSlot
@@ -28,17 +26,20 @@ class Way(Enum):
 
 class Versioned:
     """A parameter with versions. Every rank of its group has such an object for its own shard. Calls are equal on all ranks, in program
-    order, and so is ``way``, the way of the next gather. ``name``: of the parameter, for messages. ``slot`` returns the base, None if there
-    is none."""
-
-    slot: Callable[[], BaseSlot | None]
+    order, and so is ``way``, the way of the next gather. ``name``: of the parameter, for messages."""
 
     def __init__(self, name: str) -> None:
-        self.name, self.slot, self.way = name, lambda: None, Way.FULL
+        self.name, self.way = name, Way.FULL
+        self._base: BaseSlot | None = None
 
     def hold(self, base: BaseSlot) -> None:
-        """Have a base, as long as it lives. All ranks of the group call. Differences must be wanted, see :class:`.ZipcclConfig`."""
-        self.slot, self.way = weakref.ref(base), Way.FULL
+        """Have a base, until a call of all ranks frees it: if its life hung on references, garbage collection on one rank would decide how
+        all ranks gather. All ranks of the group call. Differences must be wanted, see :class:`.ZipcclConfig`."""
+        self._base, self.way = base, Way.FULL
+
+    def slot(self) -> BaseSlot | None:
+        """Return the base, None if there is none. Equal on all ranks."""
+        return self._base if self._base is not None and not self._base.freed else None
 
     def forget(self) -> None:
         """End the version: the shard changes. All ranks of the group call, before one of them uses the changed shard. Does not block."""

@@ -1,4 +1,4 @@
-"""Gathers of ZeRO's parameters whose bases may be valid, and agreements on the sizes of their frames, see :mod:`.host.versions` and
+"""Gathers of parameters that have bases, and agreements on the sizes of their frames, see :mod:`.host.cached` and
 :mod:`.device.bases.agreed`."""
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from ds_zipccl.comm import engine, work
 from ds_zipccl.comm.bases.state import GATHER, Way
 from ds_zipccl.comm.context import Call, OpContext
 from ds_zipccl.comm.decision import decide
-from ds_zipccl.comm.engine import Agreed, Kept, SharedBase, abandoning
+from ds_zipccl.comm.engine import Agreed, CachedParameter, SharedBase, abandoning
 from ds_zipccl.comm.execution import execute
 from ds_zipccl.comm.group_state import group_state, resolve_group
 from ds_zipccl.comm.ops.all_gather import request_shards
@@ -68,10 +68,10 @@ def agree_sizes(
 
 
 class Part(NamedTuple):
-    """A parameter of a gather: the elements of a shard, and its versions; None: it has no base that fits the gather."""
+    """A parameter of a gather: the elements of a shard, and its state; None: it has no base that fits the gather."""
 
     numel: int
-    kept: Kept | None = None
+    cached: CachedParameter | None = None
 
 
 def gather_parts(
@@ -87,12 +87,12 @@ def gather_parts(
 ) -> Any:
     """``torch.distributed.all_gather_into_tensor`` of flat CPU tensors whose shards lie end to end, one for each of ``parts``.
 
-    Parameters with valid bases are copied before the call returns. All others go together in one gather, which fills the bases of
-    those that have one, whatever its schedule is. The first call after an event that ends versions waits for one small message of all
-    ranks.
+    Parameters whose bases hold the shards of all ranks are copied before the call returns. All others go together in one gather, which
+    fills the bases of those that have one, whatever its schedule is. Where a gather has filled one of the bases before, the call waits for
+    one small message of all ranks.
 
     Raises:
-        CommError: a parameter was written to within its version, or see :func:`.execution.execute`.
+        CommError: a base is damaged, see :func:`.host.cached.ask`, or see :func:`.execution.execute`.
         ValueError: the parts are not those of the tensors.
     """
     state = group_state(group)
@@ -101,15 +101,14 @@ def gather_parts(
             f"parts have {[part.numel for part in parts]} elements, the input has {input_tensor.numel()}; "
             "call on ranks of the group, and name all parameters of the input, in their order"
         )
-    for keeper in dict.fromkeys(part.kept.keeper for part in parts if part.kept is not None):
-        keeper.agree([part.kept for part in parts if part.kept is not None and part.kept.keeper is keeper])
     call, sizes = Call(GATHER, resolve_group(group), config, role), [part.numel for part in parts]
     with torch.inference_mode():
         rows, shards = output_tensor.view(call.size, -1).split(sizes, 1), input_tensor.view(-1).split(sizes)
-    copied: list[_Column] = []
-    sent: list[_Column] = []
-    for one in map(_Column, rows, shards, (part.kept for part in parts)):
-        (copied if one.kept is not None and one.kept.way is Way.COPY else sent).append(one)
+    columns = list(map(_Column, rows, shards, (part.cached for part in parts)))
+    filled = [(one.cached, one.shard) for one in columns if one.cached is not None and one.cached.way is Way.DELTA]
+    holds = dict(zip((one for one, _ in filled), engine.ask(call, filled), strict=True)) if filled else {}
+    copied = [one for one in columns if one.cached is not None and holds.get(one.cached)]
+    sent = [one for one in columns if one.cached is None or not holds.get(one.cached)]
     shadow = None
     if copied and config.check == "shadow":
         options = CallOptions(config, role)
@@ -128,20 +127,20 @@ def gather_parts(
 
 
 class _Column(NamedTuple):
-    """A parameter of a gather: the output's rows, one for each rank, the own shard, and its versions."""
+    """A parameter of a gather: the output's rows, one for each rank, the own shard, and its state."""
 
     rows: torch.Tensor
     shard: torch.Tensor
-    kept: Kept | None
+    cached: CachedParameter | None
 
 
 @tensors.undisturbed()
 @torch.inference_mode()
 def _copy(call: Call, columns: Sequence[_Column]) -> None:
-    """Copy parameters with valid bases. Blocks."""
-    for rows, shard, kept in columns:
-        assert kept is not None  # its base is valid
-        kept.copy(rows, call.rank, shard)
+    """Copy parameters from their bases. Blocks."""
+    for rows, shard, cached in columns:
+        assert cached is not None  # ranks have been asked
+        cached.copy(rows, call.rank, shard)
     nbytes = sum(rows.numel() * rows.element_size() for rows, *_ in columns)
     counters.record(call.role, GATHER, OPS[GATHER].sent_bytes(nbytes, call.size), 0)
     counters.record_difference(call.role, GATHER, "")
@@ -163,10 +162,10 @@ def _send(
     """Gather parameters by messages, put them into their columns of the output, and fill the bases of those that have one. Then compare
     with the shadow of the whole gather, if there is one. Returns as torch.distributed does."""
     whole = request.outputs[0]
-    filled = [(rows, kept) for rows, _, kept in columns if kept is not None]
-    for _, kept in filled:
-        kept.fill()
-    base = SharedBase([slot for _, kept in filled if (slot := kept.slot()) is not None]) if filled else None
+    filled = [(rows, cached) for rows, _, cached in columns if cached is not None]
+    for _, cached in filled:
+        cached.fill()
+    base = SharedBase([slot for _, cached in filled if (slot := cached.slot()) is not None]) if filled else None
     request.base = base if len(filled) == len(columns) else None
     choice = decide(request)
     if choice.decision.with_base:
@@ -202,8 +201,8 @@ def _send(
         handle = execute(choice, request)
     if base is not None or whole is not output:
         handle = work.start(GATHER, [output], functools.partial(end, handle.wait))
-    for _, kept in filled:
-        kept.filled_by(handle)
+    for _, cached in filled:
+        cached.filled_by(handle)
     return handle
 
 

@@ -54,7 +54,11 @@ class AllGather(_Collective):
 
 
 class ReduceScatter(_Collective):
-    """Sums or averages the gradients of a module."""
+    """Sums or averages the gradients of a module. ``reduces`` is told of each sum before."""
+
+    def __init__(self, unit: Unit, job: Job, plain: Callable[..., Any], reduces: Callable[[Unit], None]) -> None:
+        super().__init__(unit, job, plain)
+        self._reduces = reduces
 
     def __call__(
         self,
@@ -65,6 +69,7 @@ class ReduceScatter(_Collective):
         async_op: bool = False,
     ) -> Any:
         """Reduce as ``torch.distributed.reduce_scatter_tensor``."""
+        self._reduces(self.unit)
         if (name := reduce_op_name(op)) not in CODED_REDUCE_OPS:
             self.job.tell([f"FSDP2: reduce-scatters by {name} stay plain, as for {self.unit.name or 'the root'}"])
         call = functools.partial(self.plain, output_tensor, input_tensor, group, op, async_op)

@@ -8,12 +8,13 @@ import weakref
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
 import torch.distributed.fsdp as torch_fsdp
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from ds_zipccl.comm import engine as comm_engine
 from ds_zipccl.comm.group_state import group_size
@@ -34,50 +35,36 @@ _EXACT = "collectives of FSDP2 have no lossy codecs"
 
 
 class _Process:
-    """What the models of this process share: the job; their parameters, in the order of :func:`apply`; the optimizer whose steps count."""
+    """What the models of this process share: the job; the units that have reduced gradients since the last step; the optimizer whose steps
+    are logged."""
 
     def __init__(self) -> None:
         self.job = Job()
-        self.handles: list[Any] = []
-        self._models: list[weakref.ref[Parameters]] = []
+        self._reduced: set[Unit] = set()
+        self._models: WeakSet[Parameters] = WeakSet()
+        self._logged: Any = None  # a handle of torch
         self._optimizer: weakref.ref[Optimizer] | None = None
         self._steps = 0
 
-    def models(self) -> list[Parameters]:
-        """Return the parameters of the models that are alive."""
-        found = [(one, one()) for one in self._models]
-        self._models = [one for one, model in found if model is not None]
-        return [model for _, model in found if model is not None]
-
     def add(self, model: Parameters) -> None:
-        """Hear of the optimizer steps that change a model from now on."""
-        if not self.handles:
-            self.handles = [
-                register_optimizer_step_pre_hook(self._begin_step),
-                register_optimizer_step_post_hook(self._end_step),
-            ]
-        self._models.append(weakref.ref(model))
+        """Log the optimizer steps of a model from now on."""
+        self._models.add(model)
+        self._logged = self._logged or register_optimizer_step_post_hook(self._log)
 
-    def drop(self, model: Parameters) -> None:
-        """Hear of no further step for a model."""
-        self._models = [one for one in self._models if one() is not model]
-        if not self.models():
-            for handle in self.handles:
-                handle.remove()
-            self.handles = []
+    def reduces(self, unit: Unit) -> None:
+        """Note that the gradients of a module are about to be summed. The second time that a module does, a step of all ranks has ended:
+        that follows from collectives alone, where an optimizer's step is an event of one rank. A collective then.
 
-    def _begin_step(self, optimizer: Optimizer, *_: Any) -> None:
-        changed = _parameters_of(optimizer)
-        for model in self.models():
-            model.begin_step(changed)
+        Raises:
+            CommError: see :func:`ds_zipccl.comm.engine.end_step`.
+        """
+        if unit in self._reduced:
+            self._reduced.clear()
+            comm_engine.end_step(self)
+        self._reduced.add(unit)
 
-    def _end_step(self, optimizer: Optimizer, *_: Any) -> None:
-        changed = _parameters_of(optimizer)
-        if any([model.end_step(changed) for model in self.models()]):
-            self._count_step(optimizer)
-
-    def _count_step(self, optimizer: Optimizer) -> None:
-        """Count the steps of the first optimizer: a program may have several, also one for each parameter."""
+    def _log(self, optimizer: Optimizer, *_: Any) -> None:
+        """Log the steps of the first optimizer: a program may have several, also one for each parameter. Sends nothing."""
         counted = None if self._optimizer is None else self._optimizer()
         if counted is None:
             self._optimizer = weakref.ref(optimizer)
@@ -85,8 +72,7 @@ class _Process:
             return
         self._steps += 1
         if self._steps == 1:
-            self.job.tell(line for parameters in self.models() for line in _late(parameters.model()))
-        comm_engine.end_step(optimizer)
+            self.job.tell(line for parameters in self._models for line in _late(parameters.model()))
         config, log = self.job.config, self.job.step_log
         if log is not None:
             log.write(self._steps, [float(group["lr"]) for group in optimizer.param_groups])
@@ -131,7 +117,7 @@ def apply(model: _Model, section: Mapping[str, Any] | str | os.PathLike[str] | N
     for unit in units:
         module, torchs = modules[unit.name], unit.param_group
         module.set_custom_all_gather(AllGather(unit, process.job, torchs._all_gather_comm, parameters))
-        module.set_custom_reduce_scatter(ReduceScatter(unit, process.job, torchs._reduce_scatter_comm))
+        module.set_custom_reduce_scatter(ReduceScatter(unit, process.job, torchs._reduce_scatter_comm, process.reduces))
     process.add(parameters)
     return model
 
@@ -141,8 +127,7 @@ def remove(model: _Model) -> _Model:
     for _, module in _modules(model):
         for torchs in _param_groups(module):
             if isinstance(torchs._all_gather_comm, AllGather):
-                assert _process is not None  # apply() was there
-                _process.drop(torchs._all_gather_comm.parameters)
+                torchs._all_gather_comm.parameters.free()
                 module.set_custom_all_gather(torchs._all_gather_comm.plain)
             if isinstance(torchs._reduce_scatter_comm, ReduceScatter):
                 module.set_custom_reduce_scatter(torchs._reduce_scatter_comm.plain)
@@ -224,8 +209,3 @@ def _read(section: Any, running: bool) -> Any:
         section = json.loads(Path(section).read_text())
     found = section.get(SECTION, section) if isinstance(section, Mapping) else section
     return {"enabled": True, **found} if isinstance(found, Mapping) else found
-
-
-def _parameters_of(optimizer: Optimizer) -> set[int]:
-    """Return ``id()`` of each parameter of an optimizer."""
-    return {id(param) for group in optimizer.param_groups for param in group["params"]}

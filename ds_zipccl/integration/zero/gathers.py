@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from ds_zipccl import comm
-from ds_zipccl.comm import Agreed, Kept, Part
+from ds_zipccl.comm import Agreed, CachedParameter, Part
 from ds_zipccl.comm import engine as comm_engine
 from ds_zipccl.comm.bases import host_memory
 from ds_zipccl.comm.bases.shared import BaseSlot, choose_fitting, held_share
@@ -20,9 +20,8 @@ from ds_zipccl.config import ZipcclConfig
 from ds_zipccl.integration import hints, hook_points
 from ds_zipccl.policy import admission
 
-#: Attribute of a parameter: its state, an Agreed in groups in the order of streams, a Kept in those that exchange messages; see
-#: :mod:`.versions`. Without versions it only holds a base. DeepSpeed's parameters have attributes of their engine too, and live longer than
-#: the engine. A state does not keep its base alive, which is larger than the parameter's own memory.
+#: Attribute of a parameter: its state, an Agreed in groups in the order of streams, a CachedParameter in those that exchange messages; see
+#: :mod:`.versions`. Without versions it only holds a base.
 STATE = "ds_zipccl_state"
 #: Attribute of an optimizer, and of each of its parameters: the versions of all of them.
 VERSIONS = "ds_zipccl_versions"
@@ -288,22 +287,16 @@ def agreed_of(params: Sequence[Any]) -> Sequence[Agreed]:
 
 def parts_of(params: Sequence[Any], dtype: torch.dtype) -> Sequence[Part]:
     """Return the parameters of a gather in a dtype as parts of it, or nothing if none of them has a base that fits the gather."""
-    kept = states_of(params, Kept)
-    if not any(kept):
-        return ()
-    found = [part_of(one, param.ds_tensor.ds_numel, dtype) for param, one in zip(params, kept, strict=True)]
-    if not any(part.kept is not None for part in found):
-        return ()
-    for versions in versions_of(params):
-        versions.begin_gather()
-    return found
+    cached = states_of(params, CachedParameter)
+    found = [part_of(one, param.ds_tensor.ds_numel, dtype) for param, one in zip(params, cached, strict=True)]
+    return found if any(part.cached is not None for part in found) else ()
 
 
-def part_of(kept: Kept | None, numel: int, dtype: torch.dtype) -> Part:
+def part_of(cached: CachedParameter | None, numel: int, dtype: torch.dtype) -> Part:
     """Return a part of a gather in a dtype: of a parameter with shards of ``numel`` elements, with its state if its base fits."""
-    slot = None if kept is None else kept.slot()
+    slot = None if cached is None else cached.slot()
     fits = slot is not None and slot.memory.dtype is dtype and slot.memory.shape[1] == numel
-    return Part(numel, kept if fits else None)
+    return Part(numel, cached if fits else None)
 
 
 def forget(params: Iterable[Any]) -> None:

@@ -4,31 +4,21 @@ Every change that DeepSpeed has a function for is a call of all ranks of the par
 parameters. In groups in the order of streams an optimizer step is followed by an agreement on sizes, so that no later gather waits. A
 change behind our back, by a write to ``param.ds_tensor``, is noticed where a frame does not fit: then all ranks stop before the next step.
 
-In groups that exchange messages the first gather after a step agrees on the parameters whose bases hold their words, see
-:mod:`ds_zipccl.comm` (:class:`.Keeper`). A write between two steps is noticed there, and a write in a step before the optimizer step.
-
-No step follows an evaluation, so that the first gather of each of its forward passes agrees: a pass of modules in eval mode, or without
-gradients. So does the first gather of the training that follows. A pass is a call of a module outside of calls of other modules of
-the engine and outside of backward passes: a call of the model, or of a part of it, such as each token of ``generate``. Its first gather
-decides, for gathers are calls of all ranks. This relies on them to gather in calls in the same modes, as programs do that run the same
-lines on all ranks. A rank may make more calls that gather nothing.
+Groups that exchange messages need no versions: their gathers ask, see :class:`.CachedParameter`.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
-import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
 
 from ds_zipccl import comm
-from ds_zipccl.comm import Agreed, Keeper, Kept
-from ds_zipccl.comm.engine import COPIES
+from ds_zipccl.comm import Agreed, CachedParameter
 from ds_zipccl.comm.group_state import GroupState, group_state
-from ds_zipccl.comm.request import in_backward_pass
 from ds_zipccl.config import ZipcclConfig
 from ds_zipccl.integration import hook_points
 from ds_zipccl.integration.zero import gathers
@@ -38,77 +28,25 @@ from ds_zipccl.policy import admission
 #: Classes, by name, that change parameters in ways that are known here. Other subclasses may change them in the background; SuperOffload's
 #: processes change the optimizer's own copies, and its step the shards.
 _KNOWN = ("DeepSpeedZeroOptimizer_Stage3", "SuperOffloadOptimizer_Stage3", "DeepSpeedZeRoOffload")
-_REMEDY = "write between optimizer steps, or inside deepspeed.zero.GatheredParameters(..., modifier_rank=...)"
 #: Partition group -> its state, and its parameters with their names, in the order of their numbers, which is the same on all ranks.
 _Groups = dict[Any, tuple[GroupState, list[tuple[str, Any]]]]
 
 
 class Versions:
-    """The parameters of one engine.
+    """The parameters of one engine."""
 
-    ``steps``: the engine has optimizer steps, before which bases are checked. Without steps each pass is an evaluation, and the keepers
-    count copies.
-    """
-
-    def __init__(self, named: _Groups, config: ZipcclConfig, device: torch.device, steps: bool) -> None:
+    def __init__(self, named: _Groups, config: ZipcclConfig, device: torch.device) -> None:
         self._config, self._device = config, device
         self.parameters = [param for _, some in named.values() for _, param in some]
         self._groups: list[tuple[Any, list[Any]]] = []  # in the order of streams
-        self._keepers: list[Keeper] = []  # of the others
-        self._outermost: Any = None  # the module whose call is the pass that runs now
-        #: Outermost modules -> handles of the hooks that tell the end of their calls.
-        self.left: dict[Any, Any] = {}
-        self._gathers = self._evaluates = False  # the pass that has begun last: it has gathered, it is an evaluation
-        self._stepping = False  # a training pass has gathered since the last step
-        #: Parameters are gathered for a save, which has agreed on all of them.
-        self.saving = False
         # The largest first: its ranks learn of failures in smaller groups at once.
         for group, (members, some) in sorted(named.items(), key=lambda item: -item[1][0].size):
-            keeper = None
-            if members.streams(device.type):
+            if streams := members.streams(device.type):
                 self._groups.append((group, [param for _, param in some]))
-            else:
-                self._keepers.append(keeper := Keeper(group, config, _REMEDY, copies=COPIES if steps else 1))
             for name, param in some:
                 setattr(param, VERSIONS, self)
-                setattr(param, STATE, _state_of(name, param, keeper))
-        self._steps = steps and bool(self._keepers)
-
-    def enter(self, module: torch.nn.Module) -> None:
-        """Note that a call of a module begins. The outermost one outside of a backward pass is a pass. Does not block."""
-        nested = self._outermost not in (None, module)  # a call that was not seen to end ends with the next one
-        if nested or not self._steps or in_backward_pass():
-            return
-        if module not in self.left:
-            self.left[module] = module.register_forward_hook(lambda *call: self._leave(), always_call=True)
-        self._outermost, self._gathers = module, False
-        self._evaluates = not (module.training and torch.is_grad_enabled())
-
-    def _leave(self) -> None:
-        self._outermost = None
-
-    def begin_gather(self) -> None:
-        """Let a gather agree anew if it is the first one of an evaluation's pass, or the first one of training after it. Does not block."""
-        if self._outermost is None or self._gathers:
-            return
-        self._gathers = True
-        for keeper in self._keepers:
-            if self._evaluates or not (keeper.steps or self._stepping):
-                keeper.refresh()
-            keeper.steps = not self._evaluates
-        self._stepping |= not self._evaluates
-
-    def refresh(self) -> None:
-        """Let the next gather agree on all parameters with bases. Does not block."""
-        for keeper in self._keepers:
-            keeper.refresh()
-
-    def check(self) -> None:
-        """Raise CommError if a frame was refused, or a parameter was written to within its version. A collective of every group that has
-        gathered by agreed sizes, or from bases."""
-        self.check_frames()
-        for keeper in self._keepers:
-            keeper.check()
+                sized = Agreed(name, param.ds_tensor.ds_numel, gathers.gathered_dtype(param)) if streams else None
+                setattr(param, STATE, sized or CachedParameter(name))
 
     def check_frames(self, among: Iterable[Any] | None = None) -> None:
         """Raise CommError if a frame was refused. A collective of every group of these parameters (None: of all) that has gathered by
@@ -120,32 +58,12 @@ class Versions:
 
     def agree(self) -> None:
         """Agree on the sizes of parameters that have none and whose words that the next gather sends are on the device now. A collective; a
-        host wait for each group.
-
-        On bases the next gather agrees.
-        """
-        self.refresh()
-        self._stepping = False
-        for keeper in self._keepers:
-            keeper.steps = False  # until a training pass gathers
+        host wait for each group."""
         for group, params in self._groups:
             # one that stays gathered is gathered once a step, within the step
             freed = [(param.ds_tensor, getattr(param, STATE)) for param in params if not param.ds_persist]
             here = [one for one in freed if one[0].device.type == self._device.type and one[0].final_location != "nvme"]
             comm.agree_sizes([(state, shard.detach().view(-1)) for shard, state in here], group, config=self._config)
-
-
-def _state_of(name: str, param: Any, keeper: Keeper | None) -> Agreed | Kept:
-    """Return a new state of a parameter. It does not keep the parameter alive, as the parameter keeps it."""
-    if keeper is None:
-        return Agreed(name, param.ds_tensor.ds_numel, gathers.gathered_dtype(param))
-    found = weakref.ref(param)
-
-    def shard() -> torch.Tensor | None:
-        one = found()
-        return None if one is None else one.ds_tensor.detach()
-
-    return Kept(name, shard, keeper)
 
 
 def begin(optimizer: Any, named: Iterable[tuple[str, Any]], config: ZipcclConfig, device: torch.device) -> None:
@@ -180,8 +98,7 @@ def begin(optimizer: Any, named: Iterable[tuple[str, Any]], config: ZipcclConfig
         if takes_part:
             found.setdefault(param.ds_process_group, (members, []))[1].append((name, param))
     if found:
-        steps = hasattr(optimizer, "step")  # engines that only evaluate have another object in its place
-        versions = Versions(found, config, device, steps)
+        versions = Versions(found, config, device)
         for one in (optimizer, _offload(optimizer)):
             setattr(one, VERSIONS, versions)
         versions.agree()
@@ -191,8 +108,6 @@ def end(optimizer: Any) -> None:
     """End the versions of an engine's parameters for good, before their bases go. All ranks call."""
     if (versions := getattr(optimizer, VERSIONS, None)) is None:
         return
-    for handle in versions.left.values():
-        handle.remove()
     for one in {optimizer, _offload(optimizer)}:
         vars(one).pop(VERSIONS, None)
     for param in versions.parameters:
@@ -219,26 +134,12 @@ def changing(optimizer: Any, *, step: bool = False) -> Iterator[None]:
         return
     changed = versions.parameters
     if step:
-        versions.check()
+        versions.check_frames()
         changed = [param for group in optimizer.fp16_groups for param in group]
     gathers.forget(changed)
     yield
     gathers.forget(changed)
     versions.agree()
-
-
-@contextlib.contextmanager
-def saving(optimizer: Any) -> Iterator[None]:
-    """Surround a save of all parameters, one after the other: all of them are agreed on at once. All ranks call."""
-    if (versions := getattr(optimizer, VERSIONS, None)) is None:
-        yield
-        return
-    versions.refresh()
-    versions.saving = True
-    try:
-        yield
-    finally:
-        versions.saving = False
 
 
 def convert(original: Callable[..., Any], init: Any, param: Any) -> None:
@@ -251,22 +152,10 @@ def convert(original: Callable[..., Any], init: Any, param: Any) -> None:
 def enter_gathered(original: Callable[..., Any], gathered: Any) -> Any:
     """Surround ``GatheredParameters.__enter__``. Where a program gets parameters to read or to save, all their frames were accepted."""
     params = gathered.params if gathered.enabled else ()
-    # a program that reads parameters gets the words that are there now
-    for one, kept in zip(params, gathers.states_of(params, Kept), strict=True):
-        if kept is not None and one.ds_status.name == "NOT_AVAILABLE" and not getattr(one, VERSIONS).saving:
-            kept.refresh()
     result = original(gathered)
     for versions in gathers.versions_of(params):
         versions.check_frames(params)
     return result
-
-
-def fetch(original: Callable[..., Any], offload: Any, sub_module: Any, *args: Any, **kwargs: Any) -> Any:
-    """Note a forward pass in ``DeepSpeedZeRoOffload``, which fetches the parameters of a module."""
-    versions = getattr(offload, VERSIONS, None)
-    if versions is not None:
-        versions.enter(sub_module)
-    return original(offload, sub_module, *args, **kwargs)
 
 
 def step(original: Callable[..., Any], optimizer: Any, *args: Any, **kwargs: Any) -> Any:

@@ -1,9 +1,8 @@
-"""A rank of tests that gathers parameters with kept bases."""
+"""A rank of tests that gathers parameters with bases."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -11,20 +10,16 @@ import torch.distributed as dist
 
 from ds_zipccl import comm
 from ds_zipccl.codecs import decompress
-from ds_zipccl.comm import Keeper, Kept, Part
-from ds_zipccl.comm.host import versions
+from ds_zipccl.comm import CachedParameter, Part
+from ds_zipccl.comm.host import cached
 from ds_zipccl.config import ZipcclConfig
 from ds_zipccl.telemetry import counters
 
 CONFIG = ZipcclConfig(enabled=True, mode="always", min_bytes=0)
 #: Elements of a shard: of many bytes, too few for differences, of an odd number of bytes.
 SHARDS = (40_000, 1_000, 70_001)
-FULL, MISS, VERSION, OTHER = (
-    "nothing was gathered there",
-    versions.CHANGED,
-    versions.VERSION,
-    "a rank holds something else",
-)
+FULL, OTHER = "nothing was gathered there", "a rank holds something else"
+MISS, VERSION = cached.CHANGED, cached.VERSION
 
 
 def refusing(numel: int) -> Callable[..., torch.Tensor]:
@@ -50,15 +45,13 @@ class Rank:
         config: ZipcclConfig = CONFIG,
         dtype: torch.dtype = torch.bfloat16,
         sizes: Sequence[int] = SHARDS,
-        copies: int = versions.COPIES,
     ) -> None:
         self.rank, self.ranks, self.config, self.dtype, self.sizes = rank, ranks, config, dtype, sizes
         self.shards = [self._words(number, shard, rank) for number, shard in enumerate(sizes)]
         self.slots = comm.allocate_bases([(shard, dtype) for shard in sizes], kind, dist.group.WORLD)
-        self.keeper = Keeper(dist.group.WORLD, config, "write later", copies=copies)
-        self.kept = [Kept(f"p{n}", partial(self.shards.__getitem__, n), self.keeper) for n in range(len(sizes))]
-        for kept, slot in zip(self.kept, self.slots, strict=True):
-            kept.hold(slot)
+        self.cached = [CachedParameter(f"p{number}") for number in range(len(sizes))]
+        for one, slot in zip(self.cached, self.slots, strict=True):
+            one.hold(slot)
 
     def _words(self, number: int, shard: int, rank: int) -> torch.Tensor:
         made = torch.randn(shard, generator=torch.Generator().manual_seed(10 * number + rank))
@@ -69,7 +62,7 @@ class Rank:
         own = torch.cat([self.shards[number] for number in chosen] + [self._words(9, also, self.rank)])
         wanted = [torch.empty_like(own) for _ in range(self.ranks)]
         dist.all_gather(wanted, own.view(torch.uint8).view(self.dtype))
-        parts = [Part(self.sizes[number], self.kept[number]) for number in chosen] + [Part(also)] * bool(also)
+        parts = [Part(self.sizes[number], self.cached[number]) for number in chosen] + [Part(also)] * bool(also)
         whole = torch.full((own.numel() * self.ranks,), 77).to(self.dtype)
         handle = comm.gather_parts(whole, own, None, later, parts=parts, config=self.config)
         return whole, torch.cat(wanted), handle
@@ -87,15 +80,11 @@ class Rank:
         return row["differences"], row["wire_bytes"] + row["passed_bytes"]
 
     def step(self, *trained: int) -> None:
-        self.keeper.check()
         for number in trained:
             self.shards[number][5:9] += 1
-            self.kept[number].forget()
-        self.keeper.refresh()
 
     def settle(self) -> Rank:
-        """Gather everything twice, and take a step; return this rank."""
+        """Gather everything twice; return this rank."""
         self.gather(0, 1, 2)
         assert self.gather(0, 1, 2) == ({"": 1}, 0)
-        self.step()
         return self

@@ -1,4 +1,4 @@
-"""Bases that are kept: gathers without messages while all ranks hold the words; the memory that the ranks of a node share."""
+"""Gathers that copy bases while all ranks hold the same values; the memory that the ranks of a node share."""
 
 from __future__ import annotations
 
@@ -20,28 +20,25 @@ import pytest
 import ranks as runner
 import torch
 import torch.distributed as dist
-from kept import CONFIG, FULL, MISS, OTHER, SHARDS, VERSION, Rank, refusing
+from cached import CONFIG, FULL, MISS, OTHER, SHARDS, VERSION, Rank, refusing
 from test_bases import Trainer
 
 from ds_zipccl import comm
 from ds_zipccl.codecs import decompress
 from ds_zipccl.comm import topology
 from ds_zipccl.comm.bases import host_memory, shared
-from ds_zipccl.comm.host import frames, versions
+from ds_zipccl.comm.host import cached, frames
 
 
 @runner.together(2, "host", True)
 @runner.together(3, "device", False)
 def frozen(rank: int, ranks: int, kind: str, later: bool) -> None:
-    """One message for all parameters at the first gather after a step; no other one, and no frames."""
+    """One small message for all parameters of a gather whose bases were filled; no other one, and no frames."""
     one = Rank(rank, ranks, kind)
     found, sent = one.gather(0, 1, 2, later=later)
     assert found == {FULL: 1} and sent > 0 and one.agreements == 0
-    for _ in range(3):
-        assert one.gather(1, later=later) == ({"": 1}, 0) and one.agreements == 1
-        for chosen in ((0, 1, 2), (2, 0), (0,)):
-            assert one.gather(*chosen, later=later) == ({"": 1}, 0) and one.agreements == 0
-        one.step()
+    for chosen in ((1,), (0, 1, 2), (2, 0), (0,)):
+        assert one.gather(*chosen, later=later) == ({"": 1}, 0) and one.agreements == 1
 
 
 @runner.together(2)
@@ -51,9 +48,8 @@ def trained(rank: int, ranks: int) -> None:
     for _ in range(3):
         one.step(2)
         found, sent = one.gather(0, 2)
-        assert found == {"": 2} and 0 < sent < 1000, "a copy and a difference"
-        assert one.gather(0, 2) == ({"": 1}, 0) and one.agreements == 1
-        assert one.gather(1) == ({"": 1}, 0) and one.agreements == 0
+        assert found == {MISS: 1, "": 2} and 0 < sent < 1000, "a copy and a difference"
+        assert one.gather(0, 2) == one.gather(1) == ({"": 1}, 0)
 
 
 @runner.together(2)
@@ -63,7 +59,6 @@ def mixed(rank: int, ranks: int) -> None:
     full = one.gather(0, 1, also=5_000)[1]
     assert one.gather(0, 1, also=5_000) == ({"": 1}, one.gather(0, 1, also=5_000)[1])
     assert 5_000 < one.gather(1, 0, also=5_000)[1] < 11_000 < full // 4
-    one.step()
     assert one.gather(2, 0, also=3)[0] == {"": 1}
     assert one.gather(0, 2, also=3, later=False)[0] == {"": 1}
     two = [one.start([2, 1], also=7), one.start([0])]
@@ -83,9 +78,7 @@ def schedules(rank: int, ranks: int) -> None:
         one = Rank(rank, ranks, config=config, dtype=dtype)
         for chosen in ((0,), (1,), (2, 1)):
             one.gather(*chosen)
-        for _ in range(2):
-            assert one.gather(0, 1, 2) == ({"": 1}, 0)
-            one.step()
+        assert one.gather(0, 1, 2) == one.gather(0, 1, 2) == ({"": 1}, 0)
 
 
 # ---- edits ---------------------------------------------------------------------------------------------------------
@@ -106,122 +99,40 @@ def by_a_new_tensor(one: Rank) -> None:
 
 
 EDITS: tuple[Callable[[Rank], None], ...] = (by_data, by_copy, by_a_new_tensor)
-EDITED = r"p2: the shard of group ranks \[1\] was gathered before, and changed"
-DAMAGED = r"p0: the copies that ranks gather from are not the same any more"
+DAMAGED = r"p0: the copies in host memory that ranks gather from are not the same any more"
 
 
 @runner.together(2)
-def edited_between_steps(rank: int, ranks: int) -> None:
+def edited(rank: int, ranks: int) -> None:
+    """A write by one rank at any moment is a miss of the next gather of that parameter, however it is made; never an old word."""
     one = Rank(rank, ranks).settle()
     for edit in EDITS:
         if rank == 1:
             edit(one)
+        assert one.gather(0) == ({"": 1}, 0), "another parameter"
         found, sent = one.gather(0, 2)
         assert found[MISS] == 1 and found[""] == 2 and sent < 300_000, "a miss, a copy and a difference"
         assert one.gather(0, 2) == ({"": 1}, 0)
-        one.step()
-
-
-@runner.together(2)
-def edited_in_a_step(rank: int, ranks: int) -> None:
-    """After a copy all ranks stop before the step; again and again, until the change is made known."""
-    one = Rank(rank, ranks).settle()
-    for edit in EDITS:
-        one.gather(0, 2)
-        if rank == 1:
-            edit(one)
-        for _ in range(2):
-            with pytest.raises(comm.CommError, match=EDITED):
-                one.step()
-        one.kept[2].forget()
-        one.step()
-        one.gather(0, 1, 2)
-        one.step()
-
-
-@runner.together(2, full="rarer mistakes")
-def away_between_comparisons(rank: int, ranks: int) -> None:
-    """Copies while the owner had other words stop all ranks, although the old words are back, or the version is over;
-    until that is known."""
-    one = Rank(rank, ranks).settle()
-    for ended in (False, True):
-        one.gather(0, 2)
-        saved = one.shards[2].clone()
-        if rank == 1:
-            by_data(one)
-        one.start([0, 2])[2].wait()
-        one.shards[2].data.copy_(saved)
-        if ended:
-            one.kept[2].forget()
-        for _ in range(2):
-            with pytest.raises(comm.CommError, match=EDITED):
-                one.step()
-        one.kept[2].forget()
-        one.step()
-        one.settle()
-
-
-@runner.together(2, full="rarer mistakes")
-def edited_without_steps(rank: int, ranks: int) -> None:
-    """A program without steps looks after some copies of a base, and a program that asks for it at once."""
-    one = Rank(rank, ranks).settle()
-    assert all(one.gather(0, 2) == ({"": 1}, 0) for _ in range(2 * versions.COPIES))
+    saved = one.shards[2].clone()
     if rank == 1:
         by_data(one)
-    with pytest.raises(comm.CommError, match="p2: the shard of"):
-        for _ in range(versions.COPIES + 1):
-            one.start([2])[2].wait()
-    one.kept[2].forget()
     one.gather(2)
-    one.gather(2)
-    one.step()
-    if rank == 0:
-        by_data(one)
-    one.kept[2].refresh()
-    assert one.gather(2)[0] == {MISS: 1, "": 1}
+    one.shards[2].data.copy_(saved)
+    assert MISS in one.gather(2)[0], "the old words again, after a gather of other ones"
 
 
 @runner.together(2)
-def edited_without_checks(rank: int, ranks: int) -> None:
-    """Where no step checks copies, each gather after a copy agrees anew: an edit by one rank is a miss, never an old word."""
-    one = Rank(rank, ranks, copies=1)
-    one.gather(0)
-    assert one.gather(0) == ({"": 1}, 0) and one.agreements == 1
-    if rank == 1:
-        one.shards[0].data[5] += 1
-    assert one.gather(0)[0] == {MISS: 1, "": 1}
-    assert one.gather(0) == ({"": 1}, 0)
-    assert one.gather(0) == ({"": 1}, 0) and one.agreements == 1
-
-
-@runner.together(2)
-def edited_in_evaluation(rank: int, ranks: int) -> None:
-    """Where no step follows copies, an edit after them is a miss. In a step it stops all ranks, as does an edit before a copy anywhere."""
+def freed(rank: int, ranks: int) -> None:
+    """Ranks whose references to bases end at other times gather alike; a call of all ranks ends bases."""
     one = Rank(rank, ranks).settle()
-    one.keeper.steps = False
-    for _ in range(2):
-        one.gather(0, 2)
-        one.gather(2)
-        if rank == 1:
-            by_data(one), one.shards[2].neg_()
-        one.keeper.refresh()
-        assert one.gather(0, 2)[0][MISS] == 1
-    one.keeper.check()
-    for stepped in (True, False):
-        one.keeper.refresh()
-        one.gather(0, 2)
-        one.keeper.steps = stepped
-        one.gather(2)
-        one.keeper.steps = False
-        if rank == 1:
-            one.shards[2].neg_()
-        if not stepped:
-            one.start([2])[2].wait()
-        one.keeper.refresh()
-        with pytest.raises(comm.CommError, match=EDITED):
-            one.start([0])
-        one.kept[2].forget()
-        one.gather(2)
+    if rank == 1:
+        one.slots = []
+    assert one.gather(0, 1) == ({"": 1}, 0)
+    for parameter in one.cached:
+        slot = parameter.slot()
+        assert slot is not None
+        slot.free()
+        assert parameter.slot() is None and slot.memory.numel() == 0
 
 
 @runner.together(2, full="rarer mistakes")
@@ -232,7 +143,6 @@ def swapped_versions(rank: int, ranks: int) -> None:
         one.slots[0].version += 1
     assert one.gather(0, 2)[0] == {VERSION: 1, "": 2}
     assert one.gather(0, 2) == ({"": 1}, 0)
-    one.step()
     if rank == 1:
         one.slots[0].serial += 1
     assert one.gather(0, 2)[0] == {VERSION: 1, "": 2}
@@ -240,20 +150,13 @@ def swapped_versions(rank: int, ranks: int) -> None:
 
 @runner.together(2)
 def swapped_contents(rank: int, ranks: int) -> None:
-    """Two bases have each other's words on one rank: misses, and right bits. After a part of the words was swapped all ranks stop: a
-    comparison sees one of the bases only, but a miss has all bases hashed."""
+    """Two bases have each other's words on one rank: misses, and right bits."""
     one = Rank(rank, ranks, "device", sizes=(40_000, 1_000, 40_000)).settle()
     if rank == 1:
-        kept = one.slots[0].memory.clone()
-        one.slots[0].memory.copy_(one.slots[2].memory), one.slots[2].memory.copy_(kept)
+        saved = one.slots[0].memory.clone()
+        one.slots[0].memory.copy_(one.slots[2].memory), one.slots[2].memory.copy_(saved)
     assert one.gather(0, 1, 2)[0] == {MISS: 2, OTHER: 1, "": 1}
     assert one.gather(0, 1, 2) == ({"": 1}, 0)
-    one.step()
-    if rank == 1:
-        one.slots[0].memory[0, :2_000] = one.slots[1].memory.view(-1)
-        one.slots[1].memory.zero_()
-    with pytest.raises(comm.CommError, match=DAMAGED):
-        one.start([1])
 
 
 @runner.together(2)
@@ -267,13 +170,11 @@ def damaged_copy(rank: int, ranks: int) -> None:
         sign.bitwise_xor_(1)
     assert one.gather(0)[0] == ({OTHER: 1, "": 1} if rank else {OTHER: 2})
     one.gather(0)
-    one.step()
     if rank == 1:
         sign.bitwise_xor_(1)
-    with pytest.raises(comm.CommError, match=DAMAGED + r" \(a rank holds"):
-        for _ in range(versions.AUDITS):
+    with pytest.raises(comm.CommError, match=DAMAGED):
+        for _ in range(cached.AUDITS):
             one.start([0])[2].wait()
-            one.step()
 
 
 @runner.together(2, full="rarer mistakes")
@@ -284,13 +185,6 @@ def damaged_shared_copy(rank: int, ranks: int) -> None:
         one.slots[2].memory[1].view(torch.int16)[-1:].bitwise_xor_(1)
     dist.barrier()
     assert MISS in one.gather(2)[0]
-    dist.barrier()
-    one.gather(2)
-    if rank == 0:
-        one.slots[2].memory[1].view(torch.int16)[-1:].bitwise_xor_(1)
-    dist.barrier()
-    with pytest.raises(comm.CommError, match="p2: the shard of group ranks"):
-        one.step()
 
 
 @runner.together(4)
@@ -304,14 +198,13 @@ def ranks_of_a_node_share_a_copy(rank: int, ranks: int) -> None:
         by_data(one)
     assert one.gather(0, 2)[0][MISS] == 1
     assert one.gather(0, 1, 2) == ({"": 1}, 0)
-    one.step()
+    dist.barrier()  # the other rank of the node has copied
     if rank == 2:
         one.slots[0].memory[0, 7] = 77
     dist.barrier()
     with pytest.raises(comm.CommError, match=DAMAGED):
-        for _ in range(versions.AUDITS):
+        for _ in range(cached.AUDITS):
             one.start([0])[2].wait()
-            one.step()
 
 
 @runner.together(2, full="rarer mistakes")
@@ -332,7 +225,7 @@ def refused(rank: int, ranks: int) -> None:
 
 
 def no_comparison() -> None:
-    versions.same_words = lambda shard, row: True
+    cached.same_bits = lambda shard, row: True
 
 
 def seen_by_shadow(rank: int, ranks: int) -> None:
@@ -347,25 +240,25 @@ def seen_by_shadow(rank: int, ranks: int) -> None:
 def test_a_missing_comparison_shows() -> None:
     """Negative proof: without the comparison an edit gives wrong bits, which these tests and the shadow check see."""
     with pytest.raises(runner.RankFailure, match=r"torch\.equal"):
-        runner.run(edited_between_steps, 2, plant=no_comparison)
+        runner.run(edited, 2, plant=no_comparison)
     runner.run(seen_by_shadow, 2, plant=no_comparison)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.uint8])
-def test_words_are_compared_bit_by_bit(dtype: torch.dtype) -> None:
+def test_shards_are_compared_bit_by_bit(dtype: torch.dtype) -> None:
     row = torch.arange(70_001).to(dtype)
     if dtype.is_floating_point:
         row[:2] = torch.tensor([float("nan"), 0.0])
     shard = row.clone()
-    assert versions.same_words(shard, row) and versions.same_words(shard[:0], row[:0])
-    assert not versions.same_words(shard[:-1], row)
+    assert cached.same_bits(shard, row) and cached.same_bits(shard[:0], row[:0])
+    assert not cached.same_bits(shard[:-1], row)
     if dtype.is_floating_point:
         shard[1] = -0.0
-        assert not versions.same_words(shard, row)
+        assert not cached.same_bits(shard, row)
         shard[1] = 0.0
-    assert versions.same_words(shard.double(), row) and versions.same_words(torch.stack([row, row], 1)[:, 0], row)
+    assert cached.same_bits(shard.double(), row) and cached.same_bits(torch.stack([row, row], 1)[:, 0], row)
     shard.view(torch.uint8)[-1] ^= 1
-    assert not versions.same_words(shard, row) and not versions.same_words(shard.double(), row)
+    assert not cached.same_bits(shard, row) and not cached.same_bits(shard.double(), row)
 
 
 MIB = 1 << 20
@@ -571,7 +464,7 @@ def in_namespace(rank: int, folder: str) -> None:
 @pytest.mark.full(reason="eleven seconds")
 def test_ranks_in_several_pid_namespaces_share_nothing(tmp_path: Path) -> None:
     """Numbers of processes mean other processes there. Ranks of one namespace still share, and all gathers are right."""
-    program = "import sys, test_versions; test_versions.in_namespace(int(sys.argv[1]), sys.argv[2])"
+    program = "import sys, test_cached; test_cached.in_namespace(int(sys.argv[1]), sys.argv[2])"
     become = "import os, sys; os.execvp(sys.argv[1], sys.argv[1:])"
     commands = []
     for rank, options in enumerate(STARTS):
