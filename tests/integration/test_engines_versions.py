@@ -19,8 +19,8 @@ from tiers import mostly_full
 
 from ds_zipccl.comm import CommError, topology, work
 from ds_zipccl.comm.buffer_pool import PooledBuffers
+from ds_zipccl.comm.host import cached
 from ds_zipccl.comm.host import gather as host_gather
-from ds_zipccl.comm.host import versions
 from ds_zipccl.integration.zero import gathers
 from ds_zipccl.telemetry import counters
 
@@ -31,7 +31,7 @@ RUNS = {
     "by node": ("host", "always"),
     "by time": ("host", "auto"),
 }
-MISS = versions.CHANGED
+MISS = cached.CHANGED
 
 
 class Frozen(Model):
@@ -373,7 +373,7 @@ def blind_gather(ctx: Any, own: torch.Tensor, places: Any, base: Any) -> None:
 
 #: Each makes a frozen weight that has changed look unchanged, to agreements or to gathers by messages.
 MISTAKES: dict[str, tuple[Any, str, Any]] = {
-    "agreements": (versions, "same_words", lambda *tensors: True),
+    "agreements": (cached, "same_bits", lambda *tensors: True),
     "gathers": (host_gather, "gather_differences", blind_gather),
 }
 

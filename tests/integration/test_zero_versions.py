@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable, Iterator
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 from ds_zipccl import comm
-from ds_zipccl.comm import Keeper
+from ds_zipccl.comm import CachedParameter
 from ds_zipccl.comm.bases.shared import BaseSlot
 from ds_zipccl.comm.bases.state import Way
 from ds_zipccl.config import ZipcclConfig
@@ -24,8 +21,6 @@ from ds_zipccl.integration.zero import versions as zero_versions
 ON = ZipcclConfig(enabled=True, nccl="on")
 GPU = torch.device("cuda")
 WORLD, EXPERTS, PLAIN, ALONE = ("a group of 4", "a group of 2", "a group of gloo", "a group of one")
-#: Way of a parameter with a base -> what its next gather does.
-AFTER = {Way.COPY: "copy", Way.DELTA: "agree", Way.FULL: "send"}
 RANKS = {WORLD: 4, EXPERTS: 2, PLAIN: 4, ALONE: 1}
 
 
@@ -59,13 +54,6 @@ class SuperOffloadOptimizer_Stage3(DeepSpeedZeroOptimizer_Stage3):
 
 class Background(DeepSpeedZeroOptimizer_Stage3):
     """An optimizer that steps while the model runs."""
-
-
-class DeepSpeedZeRoOffload:
-    """The part of ZeRO-3 that fetches the parameters of modules."""
-
-    def pre_sub_module_forward_function(self, sub_module: Any) -> None:
-        pass
 
 
 class Init:
@@ -125,7 +113,7 @@ class Ranks:
 @pytest.fixture
 def ranks(monkeypatch: pytest.MonkeyPatch) -> Ranks:
     for owner, classes in (
-        ("stage3", (DeepSpeedZeroOptimizer_Stage3, DeepSpeedZeRoOffload)),
+        ("stage3", (DeepSpeedZeroOptimizer_Stage3,)),
         ("partition_parameters", (Init, GatheredParameters)),
     ):
         module = SimpleNamespace(**{one.__name__: one for one in classes})
@@ -223,6 +211,8 @@ def test_gathered_parameters_are_checked_before_a_program_reads_them(ranks: Rank
         assert GatheredParameters(params).__enter__() == "gathered"
         assert ranks.checked == groups
         ranks.checked.clear()
+    one.ds_status.name = "AVAILABLE"
+    assert GatheredParameters([one]).__enter__() == "gathered" and not ranks.checked, "nothing is gathered"
 
 
 @pytest.mark.parametrize("why", ["in the background", "off", "no group in the order of streams"])
@@ -236,15 +226,9 @@ def test_nothing_happens(ranks: Ranks, why: str) -> None:
 
 
 @pytest.fixture
-def kept(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
-    """Parameters of a gloo group on CPUs, of which the first and the second have bases, and whose versions have begun."""
-    params = [param(number, PLAIN, device="cpu") for number in range(3)]
-    slots = [BaseSlot(torch.zeros(4, 8, dtype=torch.bfloat16), [0], serial) for serial in range(2)]
-    for one, slot in zip(params, slots, strict=False):
-        one.slot = weakref.ref(slot)
-    monkeypatch.setattr(Keeper, "check", lambda keeper: ranks.checked.append([one.name for one in keeper.parameters]))
-    yield params
-    del slots
+def cached(ranks: Ranks) -> list[Any]:
+    """Parameters of a gloo group on CPUs, of which the first and the second get bases."""
+    return [param(number, PLAIN, device="cpu") for number in range(3)]
 
 
 def starts(optimizer: Any, params: Any) -> None:
@@ -253,138 +237,45 @@ def starts(optimizer: Any, params: Any) -> None:
     for one in params:
         if state := getattr(one, "ds_zipccl_state", None):
             assert state.slot() is None, "an earlier engine's"
-            if hasattr(one, "slot"):
-                state.hold(one.slot())
-            state.prove()
+            if one.ds_id < 2:
+                state.hold(BaseSlot(torch.zeros(4, 8, dtype=torch.bfloat16), [0], one.ds_id))
 
 
-def test_parameters_with_bases_are_parts_of_gathers(ranks: Ranks, kept: list[Any]) -> None:
+def test_parameters_with_bases_are_parts_of_gathers(ranks: Ranks, cached: list[Any]) -> None:
     """Also where nccl is off; not without a base of the dtype of the gather, nor with a shard on disk."""
     on_disk = param(7, PLAIN, device="cpu", final_location="nvme")
     optimizer = DeepSpeedZeroOptimizer_Stage3()
-    starts(optimizer, [*kept, on_disk])
-    first, _, third = kept
-    assert gathers.parts_of(kept, torch.bfloat16) == [*((8, one.ds_zipccl_state) for one in kept[:2]), (8, None)]
-    assert gathers.parts_of(kept, torch.float32) == gathers.parts_of([third, on_disk], torch.bfloat16) == ()
+    starts(optimizer, [*cached, on_disk])
+    first, _, third = cached
+    assert gathers.parts_of(cached, torch.bfloat16) == [*((8, one.ds_zipccl_state) for one in cached[:2]), (8, None)]
+    assert gathers.parts_of(cached, torch.float32) == gathers.parts_of([third, on_disk], torch.bfloat16) == ()
     first.ds_tensor.ds_numel = 9
     assert gathers.parts_of([first], torch.bfloat16) == ()
     zero_versions.end(optimizer)
-    assert gathers.parts_of(kept, torch.bfloat16) == () and not hasattr(optimizer, "ds_zipccl_versions")
+    assert gathers.parts_of(cached, torch.bfloat16) == () and not hasattr(optimizer, "ds_zipccl_versions")
     zero_versions.end(optimizer), zero_versions.end(None)
 
 
-def test_events_end_versions_of_bases(ranks: Ranks, kept: list[Any]) -> None:
-    trained, frozen, _ = kept
+def test_no_event_decides_whether_gathers_ask(ranks: Ranks, cached: list[Any]) -> None:
+    """Some of these are of one rank: a load, a partition, a write, a step of the optimizer."""
+    trained, frozen, _ = cached
     optimizer = DeepSpeedZeroOptimizer_Stage3(trained)
-    starts(optimizer, kept)
-    one, two = trained.ds_zipccl_state, frozen.ds_zipccl_state
-
-    def after(event: Callable[[], Any]) -> list[str]:
-        """What a gather of either parameter does."""
-        one.prove(), two.prove()
-        event()
-        return [AFTER[each.way] for each in (one, two)]
-
-    assert after(optimizer.step) == ["send", "agree"] and ranks.checked == [["p0", "p1", "p2"]]
-    assert after(lambda: optimizer.load_state_dict("state")) == ["send", "send"]
-    assert after(lambda: Init()._partition([frozen], has_been_updated=True)) == ["copy", "send"]
-    assert after(lambda: Init()._partition([frozen])) == ["copy", "copy"]
-    assert after(GatheredParameters([frozen]).__enter__) == ["copy", "agree"]
-    assert after(GatheredParameters([]).__enter__) == ["copy", "copy"]
-    frozen.ds_status.name = "AVAILABLE"
-    assert after(GatheredParameters([frozen]).__enter__) == ["copy", "copy"], "nothing is gathered"
+    starts(optimizer, cached)
+    states: list[CachedParameter] = [trained.ds_zipccl_state, frozen.ds_zipccl_state]
+    for one in states:
+        one.fill()
+    optimizer.step(), optimizer.load_state_dict("state"), optimizer.set_full_hp_param(0, trained)
+    Init()._partition([frozen], has_been_updated=True), GatheredParameters(cached).__enter__()
+    assert [one.way for one in states] == [Way.DELTA] * 2 and ranks.checked == [] and ranks.agreed == []
 
 
-class Block(nn.Module):
-    """A module that is hooked as DeepSpeed hooks modules, and gathers parameters in its calls."""
-
-    def __init__(self, offload: Any, gather: Callable[[], str], *blocks: Block) -> None:
-        super().__init__()
-        self.blocks, self.gather, self.said = nn.ModuleList(blocks), gather, [""]
-        self.register_forward_pre_hook(lambda *call: offload.pre_sub_module_forward_function(self))
-
-    def forward(self, inside: Callable[[], Any] = lambda: None) -> str:
-        self.said.append(self.gather())
-        inside()
-        for block in self.blocks:
-            block()
-        return self.said[-1]
-
-
-def test_passes_of_evaluation_agree_and_others_do_not(ranks: Ranks, kept: list[Any]) -> None:
-    """Once a pass, at its first gather, whatever is called; a training pass agrees after an evaluation, but in an open step."""
-    optimizer, offload = DeepSpeedZeroOptimizer_Stage3(), DeepSpeedZeRoOffload()
-    optimizer.parameter_offload = offload  # type: ignore[attr-defined]
-    starts(optimizer, kept)
-    one = kept[0].ds_zipccl_state
-
-    def gather() -> str:
-        found = ""
-        if gathers.parts_of(kept, torch.bfloat16):
-            found, _ = AFTER[one.way], one.prove()
-        return found
-
-    inner = Block(offload, gather)
-    model = Block(offload, gather, inner, inner)
-    silent = Block(offload, lambda: "nothing")
-    model.train()
-
-    def evaluation(module: Any = model, **call: Any) -> list[str]:
-        with torch.no_grad():
-            return [module(**call), *inner.said[-2:]]
-
-    assert [model(), model()] == ["agree", "copy"], "nothing was proven by a pass before"
-    optimizer.step()
-    one.prove()
-    assert gather() == "copy" and one.keeper.steps is False
-    assert [model(), model()] == ["agree", "copy"] and one.keeper.steps
-    assert evaluation() == evaluation() == ["agree", "copy", "copy"] and not one.keeper.steps
-    assert model() == "copy" and one.keeper.steps, "an open step"
-    optimizer.step()
-    assert evaluation(inner) == ["agree", "copy", "agree"] and evaluation(inner)[0] == "agree", "a part of the model"
-    silent.eval()()
-    assert model() == "agree" and model() == "copy", "the last gather was one of an evaluation"
-    silent()
-    assert model() == "copy", "nothing was gathered in that evaluation"
-    assert model(inside=lambda: evaluation(inner)) == "copy" and inner.said[-3:] == ["copy"] * 3, (
-        "a part without gradients"
-    )
-    with torch.inference_mode():
-        assert [model(), model()] == ["agree", "agree"]
-    model.eval()
-    assert [model(), model()] == ["agree", "agree"], "with gradients"
-    with pytest.raises(ZeroDivisionError):
-        model(inside=lambda: 1 / 0)
-    assert inner() == "agree" and inner() == "agree", "after an error"
-    words = torch.ones(1, requires_grad=True)
-    again: list[str] = []
-    words.register_hook(lambda grad: again.append(inner()))
-    words.sum().backward()
-    assert again == ["copy"], "a part that is repeated in a backward pass"
-    zero_versions.end(optimizer)
-    assert not hasattr(offload, "ds_zipccl_versions") and not inner._forward_hooks and not model._forward_hooks
-
-
-def test_a_save_agrees_once(ranks: Ranks, kept: list[Any]) -> None:
-    optimizer = DeepSpeedZeroOptimizer_Stage3()
-    starts(optimizer, kept)
-    one, two = (param.ds_zipccl_state for param in kept[:2])
-    with zero_versions.saving(optimizer), zero_versions.saving(None):
-        assert one.way is two.way is Way.DELTA
-        one.prove(), two.prove()
-        GatheredParameters(kept).__enter__()
-        assert one.way is two.way is Way.COPY
-    GatheredParameters(kept).__enter__()
-    assert one.way is two.way is Way.DELTA
-
-
-def test_a_later_engine_of_a_module_begins_anew(ranks: Ranks, kept: list[Any]) -> None:
+def test_a_later_engine_of_a_module_begins_anew(ranks: Ranks, cached: list[Any]) -> None:
     """The end of an earlier engine changes nothing then."""
     first, second = DeepSpeedZeroOptimizer_Stage3(), DeepSpeedZeroOptimizer_Stage3()
-    starts(first, kept)
-    before = kept[0].ds_zipccl_state
-    starts(second, kept)
+    starts(first, cached)
+    before = cached[0].ds_zipccl_state
+    starts(second, cached)
     zero_versions.end(first)
-    assert kept[0].ds_zipccl_state is not before and kept[0].ds_zipccl_state.way is Way.COPY
-    Init()._convert_to_deepspeed_param(kept[0])
-    assert gathers.parts_of(kept[:1], torch.bfloat16) == ()
+    assert cached[0].ds_zipccl_state is not before and cached[0].ds_zipccl_state.slot() is not None
+    Init()._convert_to_deepspeed_param(cached[0])
+    assert gathers.parts_of(cached[:1], torch.bfloat16) == ()

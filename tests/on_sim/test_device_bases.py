@@ -201,7 +201,8 @@ def gone(rank: int, ranks: int) -> None:
     """Bases go with their engine; its parameters may be gathered still."""
     model = Based(rank, ranks, 3)
     assert all(model.gather([1, 2, 3, 4])())
-    model.slots.clear()
+    for slot in model.slots:
+        slot.free()
     assert all(model.gather([1, 2, 3, 4])())
     model.step(1)
     assert all(model.gather([1, 2, 3, 4])())

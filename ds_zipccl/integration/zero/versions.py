@@ -150,8 +150,9 @@ def convert(original: Callable[..., Any], init: Any, param: Any) -> None:
 
 
 def enter_gathered(original: Callable[..., Any], gathered: Any) -> Any:
-    """Surround ``GatheredParameters.__enter__``. Where a program gets parameters to read or to save, all their frames were accepted."""
-    params = gathered.params if gathered.enabled else ()
+    """Surround ``GatheredParameters.__enter__``. Where a program gathers parameters to read or to save, all their frames were accepted. One
+    rank alone may enter with parameters that are there already."""
+    params = [one for one in (gathered.params if gathered.enabled else ()) if one.ds_status.name == "NOT_AVAILABLE"]
     result = original(gathered)
     for versions in gathers.versions_of(params):
         versions.check_frames(params)
