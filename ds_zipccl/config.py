@@ -53,6 +53,9 @@ RENAMED_VALUES: dict[tuple[str, str], str] = {
     ("route", "nvrtc"): "cupy",
     ("codec", "window"): "wide",  # a pair takes effect once its key refuses the earlier value
 }
+_CODED_TWICE = "messages that activation checkpointing repeats are coded again like all others; take the key out"
+#: Keys that earlier versions took -> what holds instead.
+REMOVED_KEYS = {"recompute_base": _CODED_TWICE, "recompute_base_mib": _CODED_TWICE}
 
 
 class ConfigError(ValueError):
@@ -128,17 +131,6 @@ class ZipcclConfig:
         Within(0, _MIB),
         "With zero3_base auto: MiB that the bases may take on a node. 0: a quarter of the memory that the node has available at the start.",
     ] = 0
-    recompute_base: Annotated[
-        Literal["off", "host"],
-        "host: keep the frames that all-to-alls and sums of experts, sequences and tensors (roles ep, sp, tp) bring in the forward pass. "
-        "Activation checkpointing sends the same messages again in the backward pass; they then go as hashes. off: they go again.",
-    ] = "off"
-    recompute_base_mib: Annotated[
-        int,
-        Within(1, _MIB),
-        "With recompute_base: MiB of messages whose frames a rank keeps of each group until the optimizer step; the oldest go first. The "
-        "frames take less.",
-    ] = 1024
     owner_only: Annotated[
         Literal["auto", "off"],
         "auto: with ZeRO-1 and ZeRO-2, send every slice of a gradient bucket only to the ranks that own it, which halves the bytes "
@@ -306,7 +298,9 @@ def _check(section: Mapping[Any, Any]) -> None:
 def _described(key: Any, value: Any) -> Iterator[str]:
     """Yield a line for a wrong key, or for every wrong role in it."""
     place = f"{SECTION}.{key}"
-    if key not in KEYS:
+    if key in REMOVED_KEYS:
+        yield f'"{place}" is no key any more: {REMOVED_KEYS[key]}'
+    elif key not in KEYS:
         yield f'"{place}" is not a known key{hint(key, tuple(KEYS))}; known keys: {", ".join(KEYS)}'
     elif isinstance(value, str) and (new := RENAMED_VALUES.get((key, value))):
         yield f'"{place}" is now "{new}", it was "{value}"; write "{new}"'

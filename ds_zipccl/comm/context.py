@@ -85,8 +85,7 @@ class OpContext(Call):
     ``rank``, ``peers`` and all ranks in schedules are group ranks. ``peers`` is the order of receives, nearest lower rank first; gloo's
     ring adds in the same order. ``nodes``: the ranks by node where the schedule goes by node. ``codec``: the codec of frames without a
     base. ``with_base``: frames may be differences. ``staging``: makes and reads the frames of tensors on a device whose memory the
-    transport does not take. ``repeats``: the segments of the operation that are kept, or may repeat kept ones. Each is None where there is
-    none.
+    transport does not take; None where there is none.
 
     Args:
         tag: first tag; the group's next tags if None.
@@ -112,7 +111,6 @@ class OpContext(Call):
         super().__init__(op, group, config, role)
         state = self.state
         self.codec, self.device, self.with_base, self.nodes = codec, device.type, with_base, nodes
-        self.repeats: Any = None  # of a class above this module
         self.peers = [(self.rank - step) % self.size for step in range(1, self.size)]
         self.transport = TRANSPORTS[state.backend(self.device)](group)  # admission lets no other backend through
         staged = self.transport.host_only and device.type in staging.STAGED

@@ -20,7 +20,6 @@ from ds_zipccl.comm.host import engine as host
 from ds_zipccl.comm.host.cached import CachedParameter, ask, same_bits
 from ds_zipccl.comm.host.gather import SharedBase, abandoning
 from ds_zipccl.comm.host.p2p.message import receive, send
-from ds_zipccl.comm.host.repeats import forget as forget_repeats
 from ds_zipccl.comm.request import Request
 from ds_zipccl.comm.transport.staging import SideStream
 from ds_zipccl.comm.tuner import CallTimer
@@ -29,7 +28,7 @@ from ds_zipccl.policy.cost_model import LinkProfile
 
 __all__ = [
     "ENGINES", "Agreed", "CachedParameter", "Engine", "Settled", "SharedBase", "SideStream", "abandoning", "agree_ahead", "ask",
-    "calibrate", "calibration", "check_frames", "compare", "end_step", "engine_of", "finish", "forget_repeats", "host",
+    "calibrate", "calibration", "check_frames", "compare", "end_step", "engine_of", "finish", "host",
     "host_bases_gain", "never_coded", "receive", "register", "same_bits", "send", "settle", "start", "sums_of",
 ]  # fmt: skip
 

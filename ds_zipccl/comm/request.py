@@ -21,7 +21,7 @@ from ds_zipccl.comm.shadow_check import AnyShadow, LossyShadow, Plain, Shadow
 from ds_zipccl.config import DEFAULT, ZipcclConfig
 from ds_zipccl.lossy import LossyCodec
 from ds_zipccl.ops import OPS
-from ds_zipccl.policy import admission, wire
+from ds_zipccl.policy import admission
 from ds_zipccl.policy.admission import PassReason
 from ds_zipccl.telemetry import counters
 
@@ -145,23 +145,15 @@ class Request:
         """Return the arguments that contexts of all kinds have."""
         return self.op, resolve_group(self.group), self.options.config, self.options.role, codec, self.tensor.device
 
-    def facts(self) -> tuple[str | None, int, bool, bool, LossyCodec | None, str, bool]:
+    def facts(self) -> tuple[str | None, int, bool, bool, LossyCodec | None, str]:
         """Return the fields of :class:`.admission.Message` from ``reduce_op`` on."""
         name, nodes, told = self.sum.reduction.op or None, len(self.sum.nodes), self.options
-        return name, nodes, self.based, self.plain_sums, told.lossy, told.kind, self.again
+        return name, nodes, self.based, self.plain_sums, told.lossy, told.kind
 
     @property
     def based(self) -> bool:
         """Return whether ranks may hold an earlier result."""
         return self.base is not None
-
-    @property
-    def again(self) -> bool:
-        """Return whether the call may repeat messages of a forward pass, see :mod:`.host.repeats.memory`: autograd runs a backward pass in
-        this thread. Equal on all ranks, which run one program. A forward pass outside of a backward pass says no, with and without
-        gradients."""
-        keeps = self.op in wire.REPEATED_OPS and self.base is None
-        return keeps and wire.keeps_repeats(self.options.config, self.options.role) and in_backward_pass()
 
     @property
     def plain_sums(self) -> bool:
@@ -248,11 +240,6 @@ class Post(NamedTuple):
         if self.decision.frames:
             return self._replace(change=Change(lossy))
         return self._replace(tensor=LossyFrames(Call(op, self.group, self.config, self.role), lossy).alone(self.tensor))
-
-
-def in_backward_pass() -> bool:
-    """Return whether autograd runs a backward pass in this thread."""
-    return torch._C._current_graph_task_id() != -1
 
 
 def may_change(lossy: object, tensor: torch.Tensor, group: dist.ProcessGroup | None, op: str, role: str) -> bool:

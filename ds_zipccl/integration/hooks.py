@@ -153,11 +153,8 @@ def _take_step(original: Callable[..., Any], engine: Any, *args: Any, **kwargs: 
     # Read before the step: at its end the scheduler sets the rates of the next step.
     rates = [float(rate) for rate in engine.get_lr()] if job.step_log is not None else []
     stage = engine.zero_optimization_stage()
-    try:
-        with hints.hinting(stepping=stage), lossy_state.stepping(engine, job.config.lossy_roles):
-            result = original(engine, *args, **kwargs)
-    finally:  # also where the step fails on this rank alone: the other ranks forget too
-        comm_engine.forget_repeats()
+    with hints.hinting(stepping=stage), lossy_state.stepping(engine, job.config.lossy_roles):
+        result = original(engine, *args, **kwargs)
     comm_engine.end_step(engine)
     if job.step_log is not None:
         job.step_log.write(engine.global_steps, rates)
@@ -229,11 +226,10 @@ def _reset_shapes(original: Callable[..., Any], engine: Any, *args: Any, **kwarg
 
 
 def _destroy(original: Callable[..., Any], engine: Any, *args: Any, **kwargs: Any) -> Any:
-    """Free the bases and the kept messages with the engine: DeepSpeed keeps references to the engine itself. Copies may still be queued on
+    """Free the bases with the engine: DeepSpeed keeps references to the engine itself. Copies may still be queued on
     a device. Where garbage collection destroys the engine, the other ranks still gather from bases: those go with the parameters."""
     if hints.current().collected:
         return original(engine, *args, **kwargs)
-    comm_engine.forget_repeats()
     versions.end(getattr(engine, "optimizer", None))  # an engine whose start has failed has none
     if bases := getattr(engine, "ds_zipccl_bases", None):
         comm_engine.finish(engine.device)

@@ -13,7 +13,6 @@ from ds_zipccl.config import ROLES, ZipcclConfig
 from ds_zipccl.frame import DTYPE_IDS
 from ds_zipccl.lossy import LossyCodec, Round
 from ds_zipccl.ops import OPS
-from ds_zipccl.policy import wire
 from ds_zipccl.role_settings import hint
 
 #: Reductions that our schedules compute (admission: other reductions are not sums of decompressed frames).
@@ -45,8 +44,8 @@ class Message:
     ``numel`` counts the elements of the whole message (the output of a gather, the input of a reduce-scatter). It is None where ranks may
     see different sizes (all-to-all). ``device`` is a device type. ``reduce_op`` is the name in ``torch.distributed.ReduceOp``. ``nodes``:
     the number of nodes of a sum in two levels, 0 for all other operations. ``based``: ranks may hold the result of an earlier gather.
-    ``plain_sums``: the sum is the plain collective's own. ``lossy``: the codec that may change the values in the message. ``kind``,
-    ``again``: see :class:`ds_zipccl.comm.request.Request`.
+    ``plain_sums``: the sum is the plain collective's own. ``lossy``: the codec that may change the values in the message. ``kind``: see
+    :class:`ds_zipccl.comm.request.Request`.
     """
 
     op: str
@@ -62,7 +61,6 @@ class Message:
     plain_sums: bool = False
     lossy: LossyCodec | None = None
     kind: str = ""
-    again: bool = False
 
     @property
     def nbytes(self) -> int | None:
@@ -78,7 +76,6 @@ class Message:
             str(self.lossy or ""),
             f"{self.ranks} ranks",
             "with a base" if self.based else "",
-            "in backward passes" if self.again else "",
         )
         return ", ".join(filter(None, parts))
 
@@ -400,17 +397,13 @@ def candidates(message: Message, config: ZipcclConfig, exact: bool, levels: bool
 
     ``levels``: the group has several nodes with several ranks each. ``exact``: our schedules give the plain collective's bits. The plain
     collective competes only if ``exact``: the results of a program must not depend on timings.
-
-    All-to-alls whose messages are kept for recomputations do not go by node: the sizes of the segments between nodes are not known when the
-    operation is opened.
     """
     coded = admit(message, config)
     exchanged = OPS[message.op].traffic == "all_to_all"
-    kept = exchanged and wire.keeps_repeats(config, message.role) and message.lossy is None
     # by node an all-to-all cuts the segments for the ranks of a node, laid end to end, at other elements than each segment by itself:
     # only a codec that rounds each value by itself takes no notice
     same_bits = message.lossy is None or isinstance(message.lossy, Round) or not exchanged
-    goes_by_node = levels and OPS[message.op].by_node and same_bits and not kept
+    goes_by_node = levels and OPS[message.op].by_node and same_bits
     if config.mode_of(message.role) != "auto":
         return (replace(coded, by_node=coded.by_node or goes_by_node),)
     full = replace(coded, with_base=False)

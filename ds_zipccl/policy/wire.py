@@ -1,4 +1,4 @@
-"""The sizes of a message's fragments, and the codec of each frame: repeats and rows too. Pure: numbers in, numbers out.
+"""The sizes of a message's fragments, and the codec of each frame: rows too. Pure: numbers in, numbers out.
 
 The sender decides alone what a frame names: its codec, its block, its rows. Both ends decide the rest alike, without asking.
 """
@@ -266,32 +266,6 @@ def sum_step(
 def device_sum_fragment(numel: int, itemsize: int, nodes: int, budget: int, least: int = 0) -> int:
     """Return the elements of each fragment of a part of ``numel`` elements. A fragment has slots sent and received for every node."""
     return device_cut(numel, itemsize * nodes, budget // 2, least)
-
-
-# ---- messages of a forward pass that a recomputation repeats ---------------------------------------------------------
-
-#: Roles whose messages a recomputation repeats: those of collectives inside of layers.
-REPEATED_ROLES = ("ep", "sp", "tp")
-#: Their operations.
-REPEATED_OPS = frozenset(("all_gather", "reduce_scatter", "all_to_all", "all_reduce", "all_gather_into_tensor")) | {
-    "reduce_scatter_tensor", "all_to_all_single", "all_reduce_coalesced",
-}  # fmt: skip
-#: Messages of one kind in a backward pass, one after the other, that repeat nothing, before the next ones are not hashed; and the number of
-#: those (seed: layers mix a few repeats with more gradients; a hash costs a third of coding).
-REPEAT_MISSES, UNHASHED = 32, 15
-
-
-def keeps_repeats(config: ZipcclConfig, role: str, kind: str = "") -> bool:
-    """Return whether messages of a role and kind are kept, or may repeat kept ones. Gradients of rows of experts never do, nor do the sums
-    that are the same on all ranks."""
-    return (
-        config.recompute_base != "off" and role in REPEATED_ROLES and not kind.endswith(".bwd") and kind != "replicated"
-    )
-
-
-def kept_bytes(config: ZipcclConfig, ranks: int) -> int:
-    """Return the most bytes of segments that are kept of one direction between two ranks of a group of ``ranks``."""
-    return (config.recompute_base_mib << 20) // max(1, ranks - 1)
 
 
 # ---- expert traffic in rows ------------------------------------------------------------------------------------------

@@ -24,7 +24,6 @@ class Row(TypedDict):
     such shards; the empty reason counts the shards that went as differences. ``whole`` maps a reason to the number of gradient sums that
     went to all ranks, not to their owners only. ``choices`` maps a kind of message to the latest choice of a schedule and the number of
     choices; ``more_choices`` counts the earlier kinds, which are no longer kept. ``host_waits``: times that the host waited for a device.
-    ``repeats``: segments that went as hashes, as they repeat messages of the forward pass.
     """
 
     role: str
@@ -42,7 +41,6 @@ class Row(TypedDict):
     choices: dict[str, tuple[str, int]]
     more_choices: int
     host_waits: int
-    repeats: int
 
 
 class Lossy(TypedDict):
@@ -135,7 +133,7 @@ def _of(role: str, op: str, kind: str = "") -> Row:
     if row is None:
         row = _rows[role, op, kind] = Row(
             role=role, op=op, kind=kind, calls=0, logical_bytes=0, wire_bytes=0, ratio=1.0, passed=0, passed_bytes=0,
-            reasons=Counter(), differences=Counter(), whole=Counter(), choices={}, more_choices=0, host_waits=0, repeats=0,
+            reasons=Counter(), differences=Counter(), whole=Counter(), choices={}, more_choices=0, host_waits=0,
         )  # fmt: skip
     return row
 
@@ -196,12 +194,6 @@ def record_host_wait(role: str, op: str, *, kind: str = "") -> None:
     """Count one wait of the host for a device."""
     with _lock:
         _of(role, op, kind)["host_waits"] += 1
-
-
-def record_repeats(role: str, op: str, segments: int, *, kind: str = "") -> None:
-    """Count segments that this rank sent as hashes, as the receivers keep them from the forward pass."""
-    with _lock:
-        _of(role, op, kind)["repeats"] += segments
 
 
 def record_choice(role: str, op: str, what: str, text: str, *, kind: str = "") -> None:

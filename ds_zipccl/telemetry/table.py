@@ -33,7 +33,7 @@ def render() -> str:
         lines.append(f"memory for frames: {totals['staging_bytes'] / 1e6:.1f} MB at most")
     lines += [f"memory for {what}: {nbytes / 1e6:.1f} MB" for what, nbytes in sorted(counters.memory().items())]
     lines += map(_lossy, counters.lossy())
-    for facts in (_differences, _whole, _choices, _host_waits, _repeats):
+    for facts in (_differences, _whole, _choices, _host_waits):
         lines += [line for row in rows for line in facts(row)]
     text = "\n".join(lines)
     return "\n".join([text, *(line for word, line in _LEGEND.items() if re.search(word, text))])
@@ -143,9 +143,3 @@ def _host_waits(row: Row) -> Iterator[str]:
     if row["host_waits"]:
         calls = f" in {row['calls']} coded calls" if row["calls"] else ""
         yield f"{row['role']} {_call(row)}: the host waited {row['host_waits']} times for the device{calls}"
-
-
-def _repeats(row: Row) -> Iterator[str]:
-    """Yield a line where segments went as hashes."""
-    if row["repeats"]:
-        yield f"{row['role']} {_call(row)}: {row['repeats']} segments repeated the forward pass, and went as hashes"

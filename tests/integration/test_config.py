@@ -33,8 +33,8 @@ from ds_zipccl.lossy import LOSSY_CODECS, Int, LossyCodec, LowRank, PowerSgd, Ro
 from ds_zipccl.role_settings import CODEC_ROLES, EXACT_ROLES, USES, RoleSettings
 
 NAMES = (
-    "enabled, mode, reduction, check, codec, block, rows, delta, zero3_base, zero3_base_mib, recompute_base, "
-    "recompute_base_mib, owner_only, min_bytes, nccl, nccl_min_bytes, staging_mib, route, lossy, roles, fused_embedding, "
+    "enabled, mode, reduction, check, codec, block, rows, delta, zero3_base, zero3_base_mib, "
+    "owner_only, min_bytes, nccl, nccl_min_bytes, staging_mib, route, lossy, roles, fused_embedding, "
     "torch_distributed, log_interval, step_log"
 )
 
@@ -109,6 +109,10 @@ def test_values_of_subclasses_become_plain() -> None:
 
 REFUSED = [
     ({"enable": True}, ['"zipccl.enable" is not a known key', 'did you mean "enabled"?', f"known keys: {NAMES}"]),
+    (
+        {"recompute_base": "host"},
+        ['"zipccl.recompute_base" is no key any more: messages that activation', "take the key out"],
+    ),
     ({"xyzzy": 1}, ['"zipccl.xyzzy" is not a known key; known keys: ']),
     ({3: 1}, ['"zipccl.3" is not a known key']),
     ({"enabled": 1}, ['"zipccl.enabled" must be true | false, got 1']),

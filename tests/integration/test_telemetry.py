@@ -26,7 +26,7 @@ def test_rows() -> None:
     counters.record_pass("zero_grad", "all_reduce", 10, "smaller than min_bytes")
     counters.record_pass("dp", "broadcast", 8, "dtype int64")
     counters.record_pass("dp", "broadcast", 8, "dtype int64")
-    rest = {"kind": "", "differences": {}, "whole": {}, "choices": {}, "more_choices": 0, "host_waits": 0, "repeats": 0}
+    rest = {"kind": "", "differences": {}, "whole": {}, "choices": {}, "more_choices": 0, "host_waits": 0}
     found = counters.rows()
     counters.record_pass("dp", "broadcast", 8, "dtype int64")  # rows are a snapshot
     counters.record_choice("dp", "broadcast", "any size", "plain")

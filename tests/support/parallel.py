@@ -33,8 +33,6 @@ WIDTH, BATCH, CONTEXT, VOCABULARY = 64, 2, 32, 128
 SECTIONS = {
     "always": '{"enabled": true, "mode": "always", "min_bytes": 1024}',
     "auto": '{"enabled": true, "min_bytes": 1024}',
-    "kept": '{"enabled": true, "mode": "always", "min_bytes": 1024, "recompute_base": "host"}',
-    "kept auto": '{"enabled": true, "min_bytes": 1024, "recompute_base": "host"}',
     "data alone": '{"enabled": true, "mode": "always", "min_bytes": 1024, '
     '"roles": {"tp": "never", "sp": "never", "pp": "never", "ep": "never"}}',
 }

@@ -15,11 +15,9 @@ from ds_zipccl.comm.context import OpContext, Told, packed, unpacked
 from ds_zipccl.comm.group_state import GroupState, group_nodes, resolve_group
 from ds_zipccl.comm.host import exchange, gather, sums
 from ds_zipccl.comm.host.pipeline import abandon
-from ds_zipccl.comm.host.repeats import Places, RepeatMemory, Repeats, Words, places_of_shards
 from ds_zipccl.comm.lossy.frames import LossyFrames
 from ds_zipccl.comm.request import Request, compare_by, copy_back, logical_order, memory_order, problem_of, shadow_of
 from ds_zipccl.comm.shadow_check import AnyShadow
-from ds_zipccl.comm.spans import cut, length
 from ds_zipccl.comm.transport import TRANSPORTS
 from ds_zipccl.comm.transport.protocol import TAGS_PER_COLLECTIVE
 from ds_zipccl.comm.tuner import CallTimer
@@ -93,16 +91,11 @@ def start(request: Request, decision: Decision, timer: CallTimer | None = None) 
     ctx = open_context(request, decision)
     if timer is not None:
         timer.start()
-    ctx.repeats = _repeats(ctx, request)
 
     def job() -> None:
-        # all three are states of a thread; only inference mode may write to every tensor
-        try:
-            with torch.inference_mode(), tensors.undisturbed():
-                run()
-        finally:
-            if ctx.repeats is not None:
-                ctx.repeats.end(drop=not request.async_op)
+        # both are states of a thread; only inference mode may write to every tensor
+        with torch.inference_mode(), tensors.undisturbed():
+            run()
 
     def run() -> None:
         order = memory_order if OPS[request.op].memory_order else logical_order
@@ -117,50 +110,11 @@ def start(request: Request, decision: Decision, timer: CallTimer | None = None) 
             compare_on_all_ranks(ctx, shadow, request.outputs)
         logical, kind = request.sent_bytes() if OPS[request.op].plain else ctx.logical_bytes, request.options.kind
         counters.record(ctx.role, request.op, logical, ctx.wire_bytes, POOL.peak, kind=kind)
-        if ctx.repeats is not None and ctx.repeats.count:
-            counters.record_repeats(ctx.role, request.op, ctx.repeats.count, kind=kind)
 
     if not request.async_op:
         job()
         return None
-    try:
-        return work.start(request.op, request.outputs, job)
-    except BaseException:  # no thread: later operations must not wait for this one
-        if ctx.repeats is not None:
-            ctx.repeats.end(drop=False)
-        raise
-
-
-def _repeats(ctx: OpContext, request: Request) -> Repeats | None:
-    """Reserve the segments of a call that are kept, and find those that it may repeat, in program order; None where there are none."""
-    keeps = wire.keeps_repeats(request.options.config, request.options.role, request.options.kind)
-    if request.op not in wire.REPEATED_OPS or request.base is not None or not keeps or ctx.nodes or ctx.rounding:
-        return None
-    return ctx.state.of(RepeatMemory).open(
-        _places_of(ctx, request),
-        Words(request.tensor.dtype, request.tensor.device.type),
-        wire.kept_bytes(ctx.config, ctx.size),
-        request.again,
-        f"{request.op} {request.options.kind}",
-        ctx.transport.timeout().total_seconds(),
-    )
-
-
-def _places_of(ctx: OpContext, request: Request) -> Sequence[Places]:
-    """Return the segments of the first exchanges of a collective that repeats, see :data:`ds_zipccl.policy.wire.REPEATED_OPS`."""
-    itemsize = request.tensor.element_size()
-    traffic = OPS[request.op].traffic
-    if traffic == "all_gather":
-        return [places_of_shards(ctx, [request.inputs[0].numel()] * ctx.size, itemsize, gathered=True)]
-    if traffic == "all_to_all":
-        one = ({peer: [sizes[peer]] if sizes[peer] else [] for peer in ctx.peers} for sizes in request.segments[:2])
-        return [Places(*one)]
-    if traffic == "reduce_scatter":
-        own = [tensor.numel() for tensor in request.inputs]
-        return [places_of_shards(ctx, own if len(own) == ctx.size else [own[0] // ctx.size] * ctx.size, itemsize)]
-    numel = sum(tensor.numel() for tensor in request.outputs)  # contributions, then sums
-    numels = [length(part) for part in cut(numel, ctx.transport.ring_chunk("all_reduce", numel, itemsize), ctx.size)]
-    return [places_of_shards(ctx, numels, itemsize, exchanges=2, gathered=gathered) for gathered in (False, True)]
+    return work.start(request.op, request.outputs, job)
 
 
 # ---- checked calls

@@ -263,10 +263,9 @@ def exchange(ctx: OpContext, request: Request, inputs: Sequence[torch.Tensor], o
     leaving, coming = Fragments(ctx, sources), Fragments(ctx, [outputs[peer] for peer in ctx.peers])
     outputs[ctx.rank].copy_(sources[ctx.rank])
     with open_exchange(ctx, coder=coder) as exchange:
-        hashed = [peer for peer in ctx.peers if exchange.announce(leaving[peer], peer)]
         # A frame refers to rows of earlier frames. In the home of a segment, an arriving fragment writes over them.
         lasting = [peer for peer in ctx.peers if sources[peer].data_ptr() != outputs[peer].data_ptr()]
-        coder.search({peer: sources[peer] for peer in lasting if peer not in hashed})
+        coder.search({peer: sources[peer] for peer in lasting})
         received = dict.fromkeys(ctx.peers, 0)  # elements
 
         def post(step: int) -> None:

@@ -48,10 +48,6 @@ class FrameCoder:
         self.exact = self._rounding is None
         assert self.exact or self._staging is None, "admission lets no staged tensor through whose values change"
 
-    def announce(self, fragments: Sequence[torch.Tensor], peers: Sequence[int]) -> bool:
-        """See :meth:`.pipeline.Exchange.announce`. Nothing is kept here."""
-        return False
-
     def search(self, segments: Mapping[int, torch.Tensor]) -> None:
         """Look for what frames may leave out of segments: group rank of the receiver -> flat contiguous tensor, which must not change
         before its last frame. Nothing here."""
@@ -135,16 +131,6 @@ class FrameCoder:
             data = out.data  # torch's collectives count no version either
             decompress(frame, data, base=base, earlier=earlier, key=key, route=self.route)
             return out
-
-    def decompress_kept(
-        self, frame: torch.Tensor, peer: int, out: torch.Tensor, earlier: torch.Tensor | None = None
-    ) -> None:
-        """As :meth:`decompress`, for a frame in any host memory, of an earlier message of ``peer``."""
-        buffers = PooledBuffers()
-        if self._staging is not None:
-            frame = buffers.take_pinned(frame.numel()).copy_(frame)
-        self.decompress(frame, peer, out, earlier=earlier)
-        buffers.release()
 
     def hash(self, words: torch.Tensor) -> bytes:
         """Return the hash of flat words, with the key of the job; blocks, and waits for the device of the words."""

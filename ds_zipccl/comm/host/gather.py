@@ -111,7 +111,6 @@ class Gathering:
         the values that the frames carry, so that all ranks have the same."""
         peers = [*self._received, *self._neighbors]
         for fragment, place in zip(leaving.at(step), self._own.at(step), strict=True):
-            self._across.announce([fragment], *peers)
             self._across.send(fragment, *peers, base=base, own_place=place)
 
     def _forward(self, step: int) -> None:

@@ -22,7 +22,6 @@ from ds_zipccl.codecs.memory import span
 from ds_zipccl.comm.buffer_pool import PooledBuffers
 from ds_zipccl.comm.context import OpContext
 from ds_zipccl.comm.host.frames import FrameCoder
-from ds_zipccl.comm.host.repeats import RepeatedSegments
 from ds_zipccl.comm.spans import length, within
 from ds_zipccl.frame import parse
 from ds_zipccl.policy import wire
@@ -128,8 +127,7 @@ class Exchange:
         tag: int | None = None,
     ) -> None:
         self._ctx, self._control, self._tag = ctx, control, ctx.tag(index) if tag is None else tag
-        coder = coder or FrameCoder(ctx, raw=control, exact=control)
-        self._coder = coder if ctx.repeats is None else RepeatedSegments(ctx.repeats, index, coder)
+        self._coder = coder or FrameCoder(ctx, raw=control, exact=control)
         self._takes_empty = tag is not None
         self._sends: deque[list[_Posted]] = deque([[]])
         self._receives: defaultdict[int, deque[_Posted]] = defaultdict(deque)
@@ -147,13 +145,6 @@ class Exchange:
             with self._ctx.naming("receiving from", peer):
                 handle = self._ctx.transport.post_recv(buffer, peer, self._tag)
             self._receives[peer].append(_Posted(peer, handle, buffer, buffers))
-
-    def announce(self, fragments: Sequence[torch.Tensor], *peers: int) -> bool:
-        """Begin a segment for each of ``peers``, before its first fragment is sent, and return whether all of them go as hashes: the peers
-        keep such segments. All fragments hold their words now. In an operation whose segments are kept, every segment is announced;
-        otherwise nothing happens."""
-        some = [fragment for fragment in fragments if fragment.numel()]
-        return bool(some) and self._coder.announce(some, peers)
 
     def send(
         self, flat: torch.Tensor, *peers: int, base: torch.Tensor | None = None, own_place: torch.Tensor | None = None

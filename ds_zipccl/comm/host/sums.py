@@ -102,8 +102,6 @@ class ShardAdder:
         self._own.append(fragments[self.ctx.rank])
         for peer in self.ctx.peers:
             self.exchange.post_recv(peer, fragments[self.ctx.rank])
-        for peer in self.ctx.peers:
-            self.exchange.announce([fragments[peer]], peer)
         self.exchange.send_each(fragments, self.ctx.peers[::-1])
 
     def take(self, out: torch.Tensor | None = None) -> tuple[torch.Tensor, list[slice]]:
