@@ -21,7 +21,7 @@ unexport PYTHONDONTWRITEBYTECODE
 export DS_ACCELERATOR = cpu
 export PYTHONWARNINGS = ignore::FutureWarning
 
-.PHONY: demo test test-all every-test corpus step-logs doctor-check fuzz soak soak-sim gpu gpu-wheels cuda-static simai cpu-instructions wheels matrix results dockerfile mutants size lint clean
+.PHONY: demo test test-all every-test corpus step-logs doctor-check fuzz soak soak-sim gpu gpu-wheels simai cpu-instructions wheels matrix results dockerfile mutants size lint clean
 
 # torch first and pinned: with it in place nothing else pulls another build. DS_BUILD_OPS=0: DeepSpeed compiles nothing at install.
 # --no-compile: an import compiles the few modules that it needs, of fourteen thousand.
@@ -95,10 +95,6 @@ gpu:
 GPU_PYTHON ?= 3.12
 gpu-wheels: $(VENV)/ready
 	PYTHONPATH=$(TEST_PATH):tests/codec:tests/fuzz:tests/gpu $(BIN)/python tests/gpu/wheels.py make "$(WHEELS)" --python $(GPU_PYTHON)
-
-# Without a GPU: registers, shared memory and issue slots of every CUDA kernel on four architectures; some minutes of CuPy's compiler.
-cuda-static: $(VENV)/ready
-	PYTHONPATH=$(TEST_PATH):tests/gpu $(BIN)/python tests/gpu/cuda_static.py
 
 # Plain collectives of `plan` beside the analytical mode of the simulator SimAI: SIMAI is a checkout of github.com/aliyun/SimAI.
 simai: $(VENV)/ready

@@ -379,7 +379,6 @@ SECTIONS: dict[str, Section] = {
     "comm": measured.comm,
     "corpus": measured.corpus,
     "cuda": measured.cuda,
-    "cuda_static": measured.cuda_static,
     "doctor": trained.doctor,
     "figures": trained.figures,
     "front": trained.front,

@@ -358,30 +358,6 @@ def _over_ethernet(content: dict[str, Any]) -> str:
     )
 
 
-def cuda_static(page: Path) -> str:
-    """What the CUDA kernels take of a multiprocessor: a line for every kernel, registers, blocks and issue slots by architecture."""
-    if not (ROOT / "docs" / "results" / "cuda_static.json").exists():
-        return "Not written yet: `make cuda-static` writes the results that this table shows."
-    content = results("cuda_static")
-    architectures = list(content["limits"])
-    kernels: dict[str, dict[str, Any]] = {}
-    for row in content["rows"]:
-        kernels.setdefault(row["kernel"], {})[row["architecture"]] = row
-    rows = (
-        (
-            f"`{kernel}`",
-            *(
-                f"{row['registers']}, {row['blocks']}, {'not counted' if row['slots'] is None else format(row['slots'], '.1f')}"
-                for row in map(found.__getitem__, architectures)
-            ),
-        )
-        for kernel, found in kernels.items()
-    )
-    heads = ("kernel", *(f"{each}: registers, blocks, slots" for each in architectures))
-    about = f"Compiler: {content['compiler']}. Data: {content['data']}."
-    return f"{provenance(content)}\n\n{about}\n\n" + table(heads, rows)
-
-
 def instructions(page: Path) -> str:
     """Instructions an element of the C++ kernels: a line for every kernel and kind of data, a column for every level."""
     content = results("instructions")
