@@ -3,6 +3,7 @@ frames inside of a payload, which are flat, without a checksum, and padded to 16
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -15,24 +16,33 @@ from ds_zipccl.frame import HEADER_BYTES, FrameError, FrameErrorCode, Header, pa
 
 #: Devices whose tensors are coded.
 DEVICES = tuple(kernels.ROUTES)
+#: torch's dispatch keys, as bits, of tensors whose elements are elsewhere or not written out: subclasses that wrap others among them.
+_ELSEWHERE = functools.reduce(
+    lambda bits, name: bits | int(torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, name)).raw_repr()),
+    "Python ZeroTensor Functionalize FuncTorchBatched FuncTorchGradWrapper NestedTensor Quantized".split(),
+    0,
+)
 #: First address, and the address after the last byte.
 Span = tuple[int, int]
 
 
 def has_words(tensor: torch.Tensor) -> bool:
     """Whether the elements of a tensor lie in memory of :data:`DEVICES`, at its address and strides: kernels know nothing else."""
-    wrapped = torch._C._functorch.is_functorch_wrapped_tensor(tensor) or torch._is_functional_tensor(tensor)
-    if wrapped or tensors.is_traced(type(tensor)):
+    if tensors.is_traced(type(tensor)) or torch._C._dispatch_keys(tensor).raw_repr() & _ELSEWHERE:
         return False
-    dense = tensor.layout is torch.strided and not tensor.is_nested and not tensor.is_quantized
-    if not dense or tensor.device.type not in DEVICES:
+    if tensor.layout is not torch.strided or tensor.device.type not in DEVICES:
         return False
-    last = tensor.storage_offset() + sum(
-        (size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True)
-    )
+    numel = tensor.numel()
+    steps = () if tensor.is_contiguous() else zip(tensor.shape, tensor.stride(), strict=True)
+    last = tensor.storage_offset() + (sum((size - 1) * step for size, step in steps) if steps else numel - 1)
     # a storage may have been resized under its tensors, as FSDP does
     there = tensor.untyped_storage().nbytes() if tensor.data_ptr() else 0  # torch's tensors of zeros have no address
-    return not tensor.numel() or (last + 1) * tensor.itemsize <= there
+    return not numel or (last + 1) * tensor.itemsize <= there
+
+
+def has_values(tensor: torch.Tensor) -> bool:
+    """Whether the memory of :func:`has_words` has the values: a conjugate or negative view has others. The door of raw addresses."""
+    return has_words(tensor) and not (tensor.is_conj() or tensor.is_neg())
 
 
 def admit(name: str, tensor: torch.Tensor, error: type[Exception] = ValueError) -> None:

@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import ds_zipccl
 from ds_zipccl import codecs, sync
-from ds_zipccl.codecs import lowrank
+from ds_zipccl.codecs import lowrank, memory
 from ds_zipccl.lossy import Round
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # torch's prototypes: nested, quantized and sparse tensors
@@ -149,6 +149,15 @@ def test_the_door(door: str) -> None:
 def test_kinds_are_all_layouts_of_torch() -> None:
     found = {str(value) for value in vars(torch).values() if isinstance(value, torch.layout)}
     assert found == {*LAYOUTS, "torch.strided"}
+
+
+def test_values_and_words() -> None:
+    """A raw address has the words of a view, and not its values."""
+    plain, conj = torch.zeros(9), torch.zeros(9, dtype=torch.complex64).conj()
+    assert [memory.has_values(one) for one in (plain, plain[::2], plain[:0])] == [True] * 3
+    views = [torch._neg_view(plain), conj, conj.imag]  # type: ignore[attr-defined]
+    assert all(map(memory.has_words, views)) and not any(map(memory.has_values, views))
+    assert not memory.has_values(Wrapper(plain))
 
 
 @pytest.mark.parametrize("width", [1.5, True, "3", torch.tensor(3), 0, -1, 1 << 32], ids=repr)
