@@ -116,7 +116,8 @@ class PassReason(Enum):
     DTYPE = (
         "dtype {}",
         "The tensor's dtype, which the table names, is not coded. bfloat16, float16 and float32 are. Integers are coded where they are "
-        "parameters of which all ranks hold a base, see `zero3_base`, and in sends; bytes in broadcasts, as the words that they are.",
+        "parameters of which all ranks hold a base, see `zero3_base`, and in sends. DeepSpeed broadcasts the parameters of a new engine as "
+        "bytes.",
         "None for flags, counts and float64 norms. For gradients see `communication_data_type` of DeepSpeed.",
     )
     REDUCE_OP = (
@@ -317,7 +318,7 @@ RULES: tuple[Callable[[Message, ZipcclConfig], str], ...] = (
     lambda message, config: "" if message.ranks > 1 else PassReason.ONE_RANK.value,
     lambda message, config: (
         ""
-        if message.dtype in CODED_DTYPES or _differs(message, config) or _is_side_tensor(message) or is_bytes(message)
+        if message.dtype in CODED_DTYPES or _differs(message, config) or _is_side_tensor(message)
         else PassReason.DTYPE.of(str(message.dtype).removeprefix("torch."))
     ),
     lambda message, config: (
@@ -357,19 +358,13 @@ def admit(message: Message, config: ZipcclConfig) -> Decision:
         return Decision(False, "", reason)
     return Decision(
         True,
-        config.codec if message.dtype in CODED_DTYPES or is_bytes(message) else "raw",
+        config.codec if message.dtype in CODED_DTYPES else "raw",
         "",
         by_node=message.nodes > 0,
         with_base=_differs(message, config),
         on_device=message.backend in STREAM_BACKENDS,
         lossy=message.lossy,
     )
-
-
-def is_bytes(message: Message) -> bool:
-    """Return whether a broadcast is of bytes, which may be words of a coded dtype: DeepSpeed broadcasts the parameters of a new engine so.
-    The root looks at the bytes and decides alone, because the frame names the dtype."""
-    return message.op == "broadcast" and message.dtype == torch.uint8 and message.device == "cpu"
 
 
 def _is_side_tensor(message: Message) -> bool:

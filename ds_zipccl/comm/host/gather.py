@@ -24,7 +24,6 @@ from ds_zipccl.comm.bases.state import NOTHING_THERE, SOMETHING_ELSE
 from ds_zipccl.comm.buffer_pool import PooledBuffers
 from ds_zipccl.comm.context import OpContext
 from ds_zipccl.comm.group_state import region_hash
-from ds_zipccl.comm.host.frames import ByteCoder
 from ds_zipccl.comm.host.pipeline import Exchange, Fragments, abandon, detached, open_exchange, run_pipeline, swap
 from ds_zipccl.comm.request import Request, equal_shards
 from ds_zipccl.comm.topology import Levels
@@ -253,11 +252,9 @@ def gather_shards(ctx: OpContext, request: Request, inputs: list[torch.Tensor], 
 
 
 def broadcast(ctx: OpContext, request: Request, inputs: list[torch.Tensor], outputs: list[torch.Tensor]) -> None:
-    """The root compresses each fragment once and sends it to every peer. Bytes may go as words of another dtype."""
+    """The root compresses each fragment once and sends it to every peer."""
     fragments, sends = Fragments(ctx, [*inputs, *outputs]), ctx.rank == request.root
-    bytes_alone = request.tensor.dtype == torch.uint8 and ctx.device == "cpu"  # equal on all ranks
-    coder = ByteCoder(ctx) if bytes_alone else None
-    with open_exchange(ctx, coder=coder) as exchange:
+    with open_exchange(ctx) as exchange:
 
         def post(step: int) -> None:
             exchange.next_step()
