@@ -3,7 +3,6 @@ frames inside of a payload, which are flat, without a checksum, and padded to 16
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -17,10 +16,9 @@ from ds_zipccl.frame import HEADER_BYTES, FrameError, FrameErrorCode, Header, pa
 #: Devices whose tensors are coded.
 DEVICES = tuple(kernels.ROUTES)
 #: torch's dispatch keys, as bits, of tensors whose elements are elsewhere or not written out: subclasses that wrap others among them.
-_ELSEWHERE = functools.reduce(
-    lambda bits, name: bits | int(torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, name)).raw_repr()),
-    "Python ZeroTensor Functionalize FuncTorchBatched FuncTorchGradWrapper NestedTensor Quantized".split(),
-    0,
+_ELSEWHERE = sum(
+    torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, key)).raw_repr()
+    for key in "Python ZeroTensor Functionalize FuncTorchBatched FuncTorchGradWrapper NestedTensor Quantized".split()
 )
 #: First address, and the address after the last byte.
 Span = tuple[int, int]
@@ -28,16 +26,15 @@ Span = tuple[int, int]
 
 def has_words(tensor: torch.Tensor) -> bool:
     """Whether the elements of a tensor lie in memory of :data:`DEVICES`, at its address and strides: kernels know nothing else."""
-    if tensors.is_traced(type(tensor)) or torch._C._dispatch_keys(tensor).raw_repr() & _ELSEWHERE:
+    wrapped = tensors.is_traced(type(tensor)) or torch._C._dispatch_keys(tensor).raw_repr() & _ELSEWHERE
+    if wrapped or tensor.layout is not torch.strided or tensor.device.type not in DEVICES:
         return False
-    if tensor.layout is not torch.strided or tensor.device.type not in DEVICES:
-        return False
-    numel = tensor.numel()
-    steps = () if tensor.is_contiguous() else zip(tensor.shape, tensor.stride(), strict=True)
-    last = tensor.storage_offset() + (sum((size - 1) * step for size, step in steps) if steps else numel - 1)
+    last = tensor.storage_offset() + sum(
+        (size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True)
+    )
     # a storage may have been resized under its tensors, as FSDP does
     there = tensor.untyped_storage().nbytes() if tensor.data_ptr() else 0  # torch's tensors of zeros have no address
-    return not numel or (last + 1) * tensor.itemsize <= there
+    return not tensor.numel() or (last + 1) * tensor.itemsize <= there
 
 
 def has_values(tensor: torch.Tensor) -> bool:

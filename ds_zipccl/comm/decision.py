@@ -16,7 +16,7 @@ from ds_zipccl import tensors
 from ds_zipccl.comm import engine, topology
 from ds_zipccl.comm.context import OpContext
 from ds_zipccl.comm.group_state import GroupState, group_nodes, group_state, link_profile, resolve_group
-from ds_zipccl.comm.request import Request, TensorKind
+from ds_zipccl.comm.request import Request, TensorKind, unfit
 from ds_zipccl.comm.tuner import CallTimer, Tuner, TunersBySize
 from ds_zipccl.config import ZipcclConfig
 from ds_zipccl.ops import OPS
@@ -60,10 +60,10 @@ def decide(request: Request) -> Choice:
         return Choice(Decision.passing(PassReason.NOT_A_MEMBER))
     request.prepare()
     tensor = request.tensor
-    if tensors.is_traced(type(tensor)):
+    if any(map(tensors.is_traced, {type(one) for one in (*request.outputs, *request.inputs)})):
         return Choice(Decision.passing(PassReason.TRACED))
     admitted, tuner = _remembered(request, TensorKind(tensor.dtype, tensor.device.type, tensor.layout), state)
-    problem = (request.problem or _mixture(request)) if admitted.frames else ""
+    problem = (request.problem or unfit(request.op, request.inputs, request.outputs)) if admitted.frames else ""
     if problem:
         raise ValueError(f"{request.op}: {problem}")
     if admitted.frames and request.group in c10d._world.pg_coalesce_state:
@@ -173,6 +173,7 @@ def decide_message(op: str, tensor: torch.Tensor, state: GroupState, config: Zip
     """Decide on a single message between two ranks.
 
     Raises:
+        ValueError: frames cannot carry the tensor, see :func:`.request.unfit`.
         CommError: a graph is being captured, and frames cannot be in it.
     """
     if tensors.is_traced(type(tensor)):
@@ -180,6 +181,8 @@ def decide_message(op: str, tensor: torch.Tensor, state: GroupState, config: Zip
     admitted = admission.admit(_message_of(op, TensorKind.of(tensor), tensor.numel(), state, role), config)
     if not admitted.frames:
         return admitted
+    if problem := unfit(op, [tensor], [tensor] if op == "recv" else []):
+        raise ValueError(f"{op}: {problem}")
     engine.host.refuse_capture(op, tensor.device)
     if config.mode_of(role) != "auto":
         return admitted
@@ -187,12 +190,3 @@ def decide_message(op: str, tensor: torch.Tensor, state: GroupState, config: Zip
     if profile is not None and not cost_model.send_may_gain(tensor.nbytes, tensor.dtype, profile, config.staging):
         return Decision.passing(PassReason.LINK_IS_FASTER)
     return admitted
-
-
-def _mixture(request: Request) -> str:
-    """Return the reason why the tensors of a request cannot go together; "" where they can."""
-    first, *more = (*request.outputs, *request.inputs)
-    if all(tensor.dtype == first.dtype and tensor.device == first.device for tensor in more):
-        return ""
-    kinds = sorted({f"{tensor.dtype} on {tensor.device}" for tensor in (first, *more)})
-    return f"make a call for each dtype and device: tensors must be of one dtype on one device, got {', '.join(kinds)}"

@@ -10,7 +10,8 @@ from typing import Any, NamedTuple, TypedDict
 import torch
 import torch.distributed as dist
 
-from ds_zipccl.codecs import project
+from ds_zipccl.codecs import memory, project
+from ds_zipccl.codecs.memory import flat_view
 from ds_zipccl.comm.bases.in_place import Base
 from ds_zipccl.comm.context import Call
 from ds_zipccl.comm.group_state import group_size, group_state, group_streams, resolve_group
@@ -299,6 +300,26 @@ def problem_of(call: Call, error: BaseException) -> str:
 # ---- the elements of tensors
 
 
+def unfit(op: str, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> str:
+    """Return the reason why frames cannot carry the tensors of a call together; "" where they can. The door of all engines, which asks
+    before the first message: behind it tensors are read and written at their addresses.
+
+    torch's collectives lose a result in a negative view, which they resolve as if it were an input; those of a list of gathered tensors
+    alone copy it there.
+    """
+    first, *more = every = (*outputs, *inputs)
+    if any(tensor.dtype != first.dtype or tensor.device != first.device for tensor in more):
+        kinds = ", ".join(sorted({f"{tensor.dtype} on {tensor.device}" for tensor in every}))
+        return f"make a call for each dtype and device: tensors must be of one dtype on one device, got {kinds}"
+    if not all(map(memory.has_words, every)):
+        return "tensors must have memory of their own, got one that is freed, cut short, nested or not written out; pass a clone"
+    if op != "all_gather" and any(tensor.is_neg() for tensor in outputs):
+        return (
+            "an output is a negative view, in which torch's collective loses its result; pass a clone, and copy it back"
+        )
+    return ""
+
+
 def equal_shards(flat: torch.Tensor, ranks: int) -> Sequence[torch.Tensor]:
     """Return equal shards of a flat tensor, one for each rank."""
     shards: Sequence[torch.Tensor] = flat.split([flat.numel() // ranks] * ranks)
@@ -306,8 +327,8 @@ def equal_shards(flat: torch.Tensor, ranks: int) -> Sequence[torch.Tensor]:
 
 
 def logical_order(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a flat view of a contiguous tensor, otherwise a flat copy."""
-    return _flat_view(tensor.contiguous())
+    """Return a flat view of a contiguous tensor, otherwise a flat copy; of a conjugate or negative view a copy with its values."""
+    return flat_view(tensor.resolve_conj().resolve_neg().contiguous())
 
 
 def memory_order(tensor: torch.Tensor) -> torch.Tensor:
@@ -317,18 +338,14 @@ def memory_order(tensor: torch.Tensor) -> torch.Tensor:
     must not depend on the schedule. A tensor that overlaps itself may have too little memory. Then, and for tensors with gaps on other
     devices than CPUs, the result is a copy in logical order.
     """
+    tensor = tensor.resolve_neg()  # as torch's collectives do
     dense = torch.ops.aten.is_non_overlapping_and_dense(tensor)
     room = tensor.untyped_storage().nbytes() // tensor.element_size() - tensor.storage_offset()
     return (
-        _flat_view(tensor)
+        flat_view(tensor)
         if dense or (tensor.device.type == "cpu" and tensor.numel() <= room)
         else logical_order(tensor)
     )
-
-
-def _flat_view(dense: torch.Tensor) -> torch.Tensor:
-    # as_strided, because view(-1) keeps the odd stride that a tensor of one element may have
-    return dense.as_strided((dense.numel(),), (1,))
 
 
 def copy_back(written: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> None:

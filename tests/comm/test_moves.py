@@ -148,6 +148,40 @@ def counts(rank: int, ranks: int) -> None:
         assert row["ratio"] == (row["logical_bytes"] / row["wire_bytes"] if row["wire_bytes"] else 1.0)
 
 
+def freed(like: torch.Tensor) -> torch.Tensor:
+    """As FSDP leaves a parameter that it does not need."""
+    found = like.clone()
+    found.untyped_storage().resize_(0)
+    return found
+
+
+negative: Callable[[torch.Tensor], torch.Tensor] = torch._neg_view  # type: ignore[attr-defined]
+
+
+@runner.together(2)
+def negative_views(rank: int, ranks: int) -> None:
+    """Of rank 0 alone: inputs arrive with the values of the view. torch's collectives lose results in views, but for those of a list."""
+    for name in (*OPERATIONS, "results"):
+        said = []
+        for api in (dist, coded()):
+            mine = torch.arange(NUMEL) + 10.0 * rank
+            view = negative if rank == 0 else torch.clone
+            if name == "results":
+                out = [view(torch.zeros(NUMEL)) for _ in range(ranks)]
+                api.all_gather(out, mine)
+                said.append(torch.stack(out))
+            elif name not in IN_PLACE:
+                out, *given = OPERATIONS[name](mine)
+                given = [[view(one) for one in one] if isinstance(one, list) else view(one) for one in given[:1]]
+                if name == "exchange":
+                    for handle in [api.isend(*given, 1 - rank), api.irecv(out, 1 - rank)]:
+                        handle.wait()
+                else:
+                    getattr(api, name)(out, *given)
+                said.append(torch.stack(out) if isinstance(out, list) else out)
+        assert name in IN_PLACE or torch.equal(*said), name
+
+
 @runner.together(2)
 def complaints(rank: int, ranks: int) -> None:
     api, four = coded(), torch.ones(4)
@@ -164,6 +198,10 @@ def complaints(rank: int, ranks: int) -> None:
         "input_list must have 2 tensors": lambda: sums.coded().reduce_scatter(torch.ones(3), [torch.ones(3)]),
         "no tensor": lambda: sums.coded().all_reduce_coalesced([]),
         "one dtype": lambda: sums.coded().all_reduce_coalesced([torch.ones(2), torch.ones(2).half()]),
+        "got one that is freed": lambda: api.all_gather([torch.ones(4), torch.ones(4)], freed(four)),
+        "freed, cut": lambda: api.send(freed(four), 1 - rank),
+        "a negative view": lambda: api.all_to_all_single(negative(four), four),
+        "negative view, in": lambda: api.recv(negative(four), 1 - rank),
     }
     for message, call in calls.items():
         with pytest.raises(ValueError, match=message):
@@ -205,6 +243,10 @@ KINDS: dict[str, Callable[[], torch.Tensor]] = {
     "conjugate": lambda: torch.ones(NUMEL, dtype=torch.complex64).conj(),
     "parameter": lambda: torch.nn.Parameter(torch.ones(NUMEL)),
 }  # fmt: skip
+
+
+#: Those whose input is the result too.
+IN_PLACE = ("all_reduce", "all_reduce later", "all_reduce_coalesced", "reduce", "broadcast")
 
 
 def _twice(tensor: torch.Tensor) -> torch.Tensor:

@@ -14,6 +14,7 @@ from sim.tensor import Simulated
 from sim.world import ALL_MODES, Machine, Modes, Outcome, replacing
 
 from ds_zipccl import devices, kernels, tensors
+from ds_zipccl.codecs import memory
 from ds_zipccl.comm.device import streams
 from ds_zipccl.comm.transport import staging
 from ds_zipccl.kernels import KernelBackend
@@ -55,10 +56,12 @@ def _installed(route: KernelBackend | None) -> Iterator[None]:
     def is_traced(kind: type[torch.Tensor]) -> bool:
         return traced(torch.Tensor if issubclass(kind, Simulated) else kind)
 
+    has_words = memory.has_words
     runtime = _Runtime()
     replaced = [
         (tensors, "_original", world.Constructors(torch._C._VariableFunctions)),
         (tensors, "is_traced", is_traced),
+        (memory, "has_words", lambda tensor: isinstance(tensor, Simulated) or has_words(tensor)),
         (launches, "observer", observe),
     ]
     routes = kernels.ROUTES["cuda"]

@@ -14,10 +14,11 @@ import torch
 import torch.distributed as dist
 from typing_extensions import Unpack
 
+from ds_zipccl.codecs.memory import flat_view
 from ds_zipccl.comm.execution import pass_small, run
 from ds_zipccl.comm.group_state import group_size, is_member
 from ds_zipccl.comm.reduction_order import Owned, Sum
-from ds_zipccl.comm.request import CallOptions, Options, Request, is_small, memory_order
+from ds_zipccl.comm.request import CallOptions, Options, Request, is_small
 from ds_zipccl.comm.work import JoinedWork
 
 NAME = "reduce_to_owners"
@@ -120,5 +121,5 @@ def _disjoint(spans: Sequence[Sequence[slice]]) -> bool:
 
 def _parts(tensor: torch.Tensor, spans: Sequence[slice]) -> list[torch.Tensor]:
     """Return flat views of the slices of ``tensor`` in memory order."""
-    flat = memory_order(tensor.detach())
+    flat = flat_view(tensor)
     return [flat[span] for span in spans]

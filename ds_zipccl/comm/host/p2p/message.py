@@ -297,7 +297,7 @@ def send(post: Post, *, bounded: bool) -> Work:
     ctx.rounding = change.frames(ctx)
     doing, beside = f"sending to global rank {to}", None
     with torch.inference_mode(), tensors.undisturbed(), ctx.naming(doing), ctx.working():
-        flat = logical_order(tensor.resolve_conj().resolve_neg())  # the words that the receiver reads
+        flat = logical_order(tensor)
         if config.check == "shadow":
             beside = dist.isend(change.carried(flat), to, group, TagRange.SHADOW + tag)
         way = choice.next_way(ctx, peer, flat, change.factored is not None)
