@@ -338,16 +338,16 @@ def environment_section(environ: Mapping[str, str] = os.environ) -> dict[str, An
         ConfigError: the value is neither 0, 1 nor a JSON object, or an object of it has a key twice.
     """
     text = environ.get("DS_ZIPCCL", "").strip()
-    if not text:
-        return None
-    if text in ("0", "1"):
-        return {"enabled": text == "1"}
+    if text in ("", "0", "1"):
+        return {"enabled": text == "1"} if text else None
     try:
         section = json.loads(text, object_pairs_hook=_without_twins)
-    except json.JSONDecodeError:
+    except (ValueError, RecursionError) as error:  # of a number of 5,000 digits, of 100,000 brackets
+        if isinstance(error, ConfigError):
+            raise
         section = None
     if not isinstance(section, dict):
-        raise ConfigError(f"DS_ZIPCCL must be 0, 1 or the section as a JSON object, got {text!r}")
+        raise ConfigError(f"DS_ZIPCCL must be 0, 1 or the section as a JSON object, got {text[:200]!r}")
     return {"enabled": True, **section}
 
 

@@ -153,7 +153,7 @@ class OpContext(Call):
         """
         if self._flushing is None:
             return [False] * self.size
-        with self.naming("asking whether ranks flush denormals"):
+        with self.naming("waiting for the other ranks' first sum on this group"):
             return self._flushing()
 
     def has_row_kernels(self) -> bool:

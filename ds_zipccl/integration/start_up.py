@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
@@ -47,9 +48,9 @@ def begin(job: Job, config: ZipcclConfig, device: torch.device, unhooked: Mappin
         covered = start_line.describe(groups, device.type, config, settled)
         first = start_line.start_line(config, profile, covered, nodes, settled)
         features = start_line.lossy_line(groups, device.type, config, unhooked), start_line.fused_line(config)
-        for line in filter(None, (first, *hook_points.lines(), *features)):
-            print(line, flush=True)
+        print(*filter(None, (first, *hook_points.lines(), *features)), sep="\n", flush=True)
         atexit.register(table.show, "at the end")
+        os.register_at_fork(after_in_child=lambda: atexit.unregister(table.show))
         job.step_log = StepLog(config.step_log) if config.step_log else None
 
 

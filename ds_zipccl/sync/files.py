@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -32,14 +31,15 @@ def save(frames: Iterable[Any], f: str | os.PathLike[str] | BinaryIO) -> int:
         f.flush()
         return size
     path = Path(f)
-    with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}.", delete=False) as file:
+    own = path.with_name(f".{path.name}.{os.urandom(8).hex()}")
+    with open(own, "xb") as file:  # not of tempfile, whose files only their owner may read, whatever the umask says
         try:
             size = _write(frames, file)
             file.flush()
             os.fsync(file.fileno())
-            os.replace(file.name, path)
+            os.replace(own, path)
         except BaseException:
-            os.unlink(file.name)
+            own.unlink()
             raise
     return size
 

@@ -108,12 +108,19 @@ def test_adapters_are_those_that_peft_makes(name: str, more: dict[str, Any], tmp
         ({}, {"target_modules": ["c_attn"]}, "target_modules ['c_attn'], that the layers of llama do not have"),
         ({}, {"modules_to_save": ["lm_head"]}, "no size is known of modules_to_save ['lm_head']"),
         ({}, {"target_modules": "("}, "target_modules is no regular expression"),
+        ({}, {"target_modules": "([a-z0-9._]+)+!"}, "it did not end in 3 seconds; give --trainable"),
+        ({"num_hidden_layers": 3e8}, None, "got 300,000,000 layers, at most 100,000 are planned for"),
         ({"model_type": "mixtral", "num_local_experts": 8, "num_experts_per_tok": 2}, {"target_modules": ["w1"]}, "in experts"),
     ],
 )  # fmt: skip
 def test_files_without_a_size(
-    content: dict[str, Any], adapter: dict[str, Any] | None, complaint: str, tmp_path: Path
+    content: dict[str, Any],
+    adapter: dict[str, Any] | None,
+    complaint: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(model, "MATCH_SECONDS", 3)
     with pytest.raises(ToolError) as error:
         found = model.read(written(tmp_path, LLAMA | content))
         usual = {"peft_type": "LORA", "r": 8, "target_modules": ["q_proj"]}

@@ -153,6 +153,8 @@ def test_a_receiver_that_died_starts_again_from_its_file(pair: Pair, tmp_path: P
     """What was saved before the message in whose middle it died is whole, and nothing else is needed."""
     made, receiver, state, frames = pair
     sync.save(receiver.snapshot(), tmp_path / "kept")
+    (tmp_path / "another").touch()
+    assert (tmp_path / "kept").stat().st_mode == (tmp_path / "another").stat().st_mode, "the umask decides"
     refused(receiver, frames[:2], Code.TRUNCATED)
     again = Receiver()
     again.apply(sync.load(tmp_path / "kept"))

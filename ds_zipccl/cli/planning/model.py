@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import json
 import re
+import subprocess
+import sys
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -15,6 +18,8 @@ from ds_zipccl.cli.planning.operations import DEFAULTS
 from ds_zipccl.cli.planning.user_job import Reader
 
 FILE, ADAPTER = "config.json", "adapter_config.json"
+#: Limits, for files of strangers: layers of a model, and the time in which a regular expression has to match.
+MOST_LAYERS, MATCH_SECONDS = 100_000, 30
 #: Keys of an adapter whose effect on its size is not known here; "bias" is another one.
 _OPEN = ("exclude_modules", "layers_to_transform", "lora_bias", "rank_pattern", "target_parameters", "modules_to_save")
 _EXPERT = ("gate_proj", "up_proj", "down_proj", "w1", "w2", "w3")
@@ -132,7 +137,10 @@ def read(path: str) -> Model:
     kind = content.get("model_type")
     if kind not in FAMILIES:
         raise ToolError(f'{file}: "model_type" is {kind!r}, known are {", ".join(FAMILIES)}; {remedy}')
-    return FAMILIES[kind](kind, content, partial(Reader(file, [], remedy).whole, content))
+    whole = partial(Reader(file, [], remedy).whole, content)
+    if (layers := whole("n_layer" if kind == "gpt2" else "num_hidden_layers")) > MOST_LAYERS:
+        raise ToolError(f"{file}: got {layers:,} layers, at most {MOST_LAYERS:,} are planned for; {remedy}")
+    return FAMILIES[kind](kind, content, whole)
 
 
 def _gated(kind: str, content: Mapping[str, Any], whole: Callable[..., int]) -> Model:
@@ -194,9 +202,11 @@ def adapter(path: str, model: Model) -> tuple[int, str]:
     content = tables.read_json(file, "the config of the adapter ")
     rank, targets = Reader(file, [], remedy).whole(content, "r"), content.get("target_modules") or ()
     try:
-        chosen = [size for name, size in model.sizes().items() if _matches(name, targets)]
-    except re.error as error:
-        raise ToolError(f"{file}: target_modules is no regular expression: {error}; {remedy}") from None
+        sizes = model.sizes()
+        chosen = [sizes[name] for name in _matching(list(sizes), targets)]
+    except (re.error, subprocess.SubprocessError) as error:
+        why = error if isinstance(error, re.error) else f"it did not end in {MATCH_SECONDS} seconds"
+        raise ToolError(f"{file}: target_modules is no regular expression: {why}; {remedy}") from None
     usual = {"peft_type": "LORA", "bias": "none"} | dict.fromkeys(_OPEN)
     odd = [f"{key} {content[key]!r}" for key, value in usual.items() if content.get(key) and content[key] != value]
     linear = [size for size in chosen if size]
@@ -208,8 +218,14 @@ def adapter(path: str, model: Model) -> tuple[int, str]:
     return trained, f"; LoRA of rank {rank} on {len(linear)} modules, {trained:.4g} parameters, by {file}"
 
 
-def _matches(name: str, targets: Any) -> bool:
-    """Whether peft adapts a module: names are ends of full names, and one text is "all-linear" or a regular expression."""
-    if isinstance(targets, str):
-        return targets == "all-linear" or re.fullmatch(targets, name) is not None
-    return any(name.endswith(f".{target}") for target in targets)
+def _matching(names: list[str], targets: Any) -> list[str]:
+    """Return the modules that peft adapts: names are ends of full names, and one text is "all-linear" or a regular expression. Another
+    process matches the latter, as some take years."""
+    if not isinstance(targets, str) or targets == "all-linear":
+        return [name for name in names if targets == "all-linear" or name.endswith(tuple(f".{one}" for one in targets))]
+    re.compile(targets)
+    program = (
+        "import json, re, sys; text, names = json.load(sys.stdin); print(*(n for n in names if re.fullmatch(text, n)))"
+    )
+    run = partial(subprocess.run, capture_output=True, text=True, check=True, timeout=MATCH_SECONDS)
+    return run([sys.executable, "-c", program], input=json.dumps([targets, names])).stdout.split()
