@@ -17,7 +17,7 @@ from ds_zipccl.comm.transport import TRANSPORTS, staging
 from ds_zipccl.comm.transport.protocol import TAGS_PER_COLLECTIVE
 from ds_zipccl.comm.work import CommError
 from ds_zipccl.config import ZipcclConfig
-from ds_zipccl.frame import FrameError
+from ds_zipccl.frame import FrameError, FrameErrorCode
 from ds_zipccl.policy import wire
 
 #: Bytes of a text for the other ranks (admission: the beginning tells enough).
@@ -72,7 +72,9 @@ class Call:
 
     def refusal(self, peer: int, error: FrameError) -> CommError:
         """Return the error of a frame that ``peer`` has sent."""
-        return self.error(f"frame from global rank {self.global_rank(peer)} refused: {error}")
+        differ = "; the two ranks are at different calls, or use different tensors in this one"
+        hint = differ if error.code == FrameErrorCode.MISMATCH else ""
+        return self.error(f"frame from global rank {self.global_rank(peer)} refused: {error}{hint}")
 
     def error(self, problem: str) -> CommError:
         """Return an error with the operation, the group, this rank and the problem."""

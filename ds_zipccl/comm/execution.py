@@ -45,12 +45,17 @@ def execute(choice: Choice, request: Request) -> Any:
 
 
 def pass_small(
-    op: str, options: CallOptions, nbytes: int, group: dist.ProcessGroup | None, plain: Callable[[], Any]
+    op: str,
+    options: CallOptions,
+    nbytes: int,
+    group: dist.ProcessGroup | None,
+    plain: Callable[[], Any],
+    reason: PassReason = PassReason.SMALL,
 ) -> Any:
-    """Execute a call of a message of fewer than ``min_bytes`` uncompressed, and return its result. ``nbytes``: 0 where this rank only
-    receives."""
+    """Execute a call that no decision is needed for uncompressed, mostly of fewer than ``min_bytes``, and return its result. ``nbytes``: 0
+    where this rank only receives."""
     sent = OPS[op].sent_bytes(nbytes, group_size(group))
-    counters.record_pass(options.role, op, sent, PassReason.SMALL.value, kind=options.kind)
+    counters.record_pass(options.role, op, sent, reason.value, kind=options.kind)
     return (options.uncompressed_call or plain)()
 
 

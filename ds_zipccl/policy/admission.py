@@ -120,6 +120,10 @@ class PassReason(Enum):
         "bytes.",
         "None for flags, counts and float64 norms. For gradients see `communication_data_type` of DeepSpeed.",
     )
+    SHAPES = (
+        "tensors of several shapes",
+        "The tensors of an `all_gather` have several shapes. NCCL sends each by a broadcast; gloo raises.",
+    )
     REDUCE_OP = (
         "reduce op {}",
         "The reduction, which the table names, is not a sum or an average (`MAX` of the overflow flag, for example).",

@@ -23,12 +23,12 @@ from ds_zipccl import FrameError, comm, compress
 from ds_zipccl.comm import decision, engine
 from ds_zipccl.comm import group_state as states
 from ds_zipccl.comm.buffer_pool import POOL
-from ds_zipccl.comm.decision import DecisionMemory, _mixture, _remembered, decide
+from ds_zipccl.comm.decision import DecisionMemory, _remembered, decide
 from ds_zipccl.comm.execution import execute
 from ds_zipccl.comm.group_state import GroupState, group_rank, group_state
 from ds_zipccl.comm.host import frames
 from ds_zipccl.comm.reduction_order import NO_SUM, Reduction, Sum
-from ds_zipccl.comm.request import CallOptions, Request, Segments, TensorKind
+from ds_zipccl.comm.request import CallOptions, Request, Segments, TensorKind, unfit
 from ds_zipccl.comm.shadow_check import Shadow
 from ds_zipccl.comm.tuner import Tuner, TunersBySize
 from ds_zipccl.config import ZipcclConfig
@@ -223,7 +223,9 @@ def test_rounding_bound() -> None:
 def mismatched_sizes(rank: int, ranks: int) -> None:
     """Ranks that disagree on a size learn it from the frame instead of reading beyond it."""
     api = shadowed(check="off")
-    with pytest.raises(comm.CommError, match=r"MISMATCH: frame holds .* wanted") as caught:
+    with pytest.raises(
+        comm.CommError, match=r"MISMATCH: frame holds .* wanted .*; the two ranks are at diff"
+    ) as caught:
         api.all_gather_into_tensor(torch.empty(2 * (100 + rank)), torch.ones(100 + rank))
     assert isinstance(caught.value.__cause__, FrameError) and caught.value.__cause__.code == FrameErrorCode.MISMATCH
     segments = [torch.ones(5 if peer == rank else 7) for peer in range(2)]
@@ -521,7 +523,7 @@ def test_ranks_are_given_in_one_way(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def mixture(*some: torch.Tensor) -> str:
-    return _mixture(request_of(outputs=some[:1], inputs=some[1:]))
+    return unfit("all_gather_into_tensor", some[1:], some[:1])
 
 
 def test_mixtures_are_named() -> None:

@@ -186,7 +186,6 @@ def negative_views(rank: int, ranks: int) -> None:
 def complaints(rank: int, ranks: int) -> None:
     api, four = coded(), torch.ones(4)
     calls: dict[str, Callable[[], Any]] = {
-        "tensor_list must have 2 tensors": lambda: api.all_gather([torch.ones(4)], four),
         "outputs must have 2 times": lambda: api.all_gather_into_tensor(torch.ones(9), four),
         "one dtype on one device": lambda: api.all_gather_into_tensor(torch.ones(8, dtype=torch.bfloat16), four),
         "no tensors": lambda: api.all_gather_coalesced([], []),
@@ -206,6 +205,13 @@ def complaints(rank: int, ranks: int) -> None:
     for message, call in calls.items():
         with pytest.raises(ValueError, match=message):
             call()
+    for places in ([torch.ones(4)], [four, torch.ones(3)], [torch.ones(4, 1), torch.ones(4, 1)]):
+        said = []
+        for call in (dist.all_gather, api.all_gather):
+            with pytest.raises(RuntimeError) as error:
+                call(places, four)
+            said.append(str(error.value))
+        assert said[0] == said[1], "gloo's own"
     api.broadcast(four, 0)  # and nobody waits for a message that was never sent
 
 

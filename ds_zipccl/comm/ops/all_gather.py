@@ -12,9 +12,10 @@ from typing_extensions import Unpack
 from ds_zipccl.comm.bases.in_place import Base
 from ds_zipccl.comm.engine import Agreed
 from ds_zipccl.comm.execution import pass_small, run
-from ds_zipccl.comm.group_state import group_size
+from ds_zipccl.comm.group_state import group_size, is_member
 from ds_zipccl.comm.request import CallOptions, ExactOptions, Options, Request, is_small
 from ds_zipccl.comm.work import JoinedWork
+from ds_zipccl.policy.admission import PassReason
 
 
 def all_gather(
@@ -24,20 +25,25 @@ def all_gather(
     async_op: bool = False,
     **options: Unpack[Options],
 ) -> Any:
-    """``torch.distributed.all_gather``: ``tensor_list[r]`` becomes the ``tensor`` of rank r. All tensors have one shape."""
-    ranks = group_size(group)
-    wrong = len(tensor_list) != ranks or any(place.shape != tensor.shape for place in tensor_list)
-    shapes = [tuple(place.shape) for place in tensor_list]
+    """``torch.distributed.all_gather``: ``tensor_list[r]`` becomes the ``tensor`` of rank r. Lists of several shapes pass: gloo refuses
+    them, NCCL takes them."""
+    ranks, call = group_size(group), CallOptions(**options)
+    if is_member(group) and [place.shape for place in tensor_list] != [tensor.shape] * ranks:
+        nbytes = ranks * tensor.numel() * tensor.element_size()
+
+        def plain() -> Any:
+            return dist.all_gather(tensor_list, tensor, group, async_op)
+
+        return pass_small("all_gather", call, nbytes, group, plain, PassReason.SHAPES)
     request = Request(
         "all_gather",
         [tensor],
         tensor_list,
         group,
         async_op,
-        CallOptions(**options),
+        call,
         plain=lambda inputs, outputs, later: dist.all_gather(list(outputs), inputs[0], group, later),
         numel=tensor.numel() * ranks,
-        problem=f"tensor_list must have {ranks} tensors of shape {tuple(tensor.shape)}, got {shapes}" if wrong else "",
     )
     return run(request)
 
