@@ -361,7 +361,7 @@ LAUNCH_S, AGREEMENT_S, EXCHANGE_S, EXCHANGED = 120e-6, 80e-6, 50e-6, 64
 #: Seconds of a step of a ring to the next node, and to the next rank inside a node (seed: those of NCCL's src/graph/tuning.cc for rings
 #: with protocol Simple. With 8 ranks a node they are 38 us for each further node; SimAI's tables imply 41).
 HOP_S, STEP_S = 14e-6, 3.4e-6
-#: A fragment takes as many times as long as its latency, at least (seed: fewer fragments hide less of the codec).
+#: A fragment of a sum takes as many times as long as its latency, at least (seed: fewer fragments hide less of the codec).
 LATENCIES = 4
 #: Bytes of the staging buffers that the model assumes: those that a GPU with 70 GB and more has by default.
 STAGING = 1 << 30
@@ -452,7 +452,7 @@ class DeviceProfile:
         }})  # fmt: skip
 
 
-#: Stands for a profile where nothing was measured: fragments are cut by it (seed: 400 Gbit/s a node).
+#: Stands for a profile where nothing was measured: fragments are cut by it (seed: 400 Gbit/s per node).
 UNMEASURED = DeviceProfile(50e9)
 
 
@@ -477,12 +477,9 @@ def exchange_latency(topology: Topology, profile: DeviceProfile) -> float:
     return profile.exchange * max(1.0, topology.ranks / EXCHANGED)
 
 
-def least_fragment(kind: str, topology: Topology, profile: DeviceProfile) -> int:
-    """Return the bytes of words, of all ranks, below which the latency of a fragment counts. ``kind``: :data:`GATHER` or :data:`SUM`."""
-    if kind == GATHER:
-        slowest = min(_hops(topology, profile), default=0.0)
-        return int(LATENCIES * ring_latency(topology, profile) * slowest * RATIO[kind])
-    return int(LATENCIES * exchange_latency(topology, profile) * profile.network / topology.each * RATIO[kind])
+def least_of_sum(topology: Topology, profile: DeviceProfile) -> int:
+    """Return the bytes of words, of all ranks, below which the latency of a fragment of a sum counts."""
+    return int(LATENCIES * exchange_latency(topology, profile) * profile.network / topology.each * RATIO[SUM])
 
 
 def _hops(topology: Topology, profile: DeviceProfile) -> list[float]:
@@ -507,8 +504,8 @@ def _levels_wire(topology: Topology, profile: DeviceProfile) -> tuple[float, flo
     """Return the seconds of a gather in two levels without its bytes, and those of each byte. The first exchange brings a part to its node
     and to its local rank on other nodes; an exchange for each other node brings what has come from there to the own node."""
     nodes, each = topology.nodes, topology.each
-    delay = nodes * exchange_latency(topology, profile) + (nodes - 1) * profile.launch
-    return delay, (1 - 1 / nodes) / profile.network + (1 - 1 / each) / profile.inside
+    per_byte = (1 - 1 / nodes) / profile.network + (1 - 1 / each) / profile.inside
+    return nodes * exchange_latency(topology, profile), per_byte
 
 
 @lru_cache(maxsize=256)  # every prediction of a gather asks
@@ -525,11 +522,33 @@ def levels_from(topology: Topology, profile: DeviceProfile) -> float:
     return found
 
 
-def least_of_gather(nbytes: float, least: int, levels: float) -> int:
-    """Return the least bytes of a fragment of a gather of ``nbytes`` of words: ``least``, of :func:`least_fragment`, and so many that the
-    fragment goes in two levels, if the whole gather is that large. ``levels``: :func:`levels_from`."""
-    in_levels = RATIO[GATHER] * levels
-    return max(least, int(in_levels)) if in_levels <= nbytes else least
+def gather_fragments(
+    nbytes: float,
+    frames: float,
+    topology: Topology,
+    profile: DeviceProfile,
+    *,
+    levels: float,
+    budget: int = STAGING,
+    frame: float | None = None,
+) -> tuple[int, bool]:
+    """Return the number of fragments of a gather, of equal bytes, and whether all of them go in two levels. The schedules cut this number,
+    and the model assumes it.
+
+    Args:
+        nbytes, frames: bytes of the words and of the frames of all ranks.
+        levels: :func:`levels_from`.
+        budget: bytes of the staging buffers.
+        frame: bytes of the largest frame, of all ranks; None: as the schedules cut large shards.
+    """
+    from ds_zipccl.policy import wire  # imports torch, which `plan --help` does not need
+
+    codec, launch = sum(coding_seconds(GATHER, nbytes, topology, profile)), profile.launch
+    count = partial(wire.gather_fragments, frames, frame or wire.DEVICE_FRAGMENT_BYTES, budget, codec)
+    in_levels = count(topology.nodes * (exchange_latency(topology, profile) + launch), levels)
+    if frames >= in_levels * levels:
+        return in_levels, True
+    return count(ring_latency(topology, profile) + launch), False
 
 
 def gather_wire(
@@ -543,16 +562,12 @@ def gather_wire(
     return delay + each * nbytes
 
 
-def fragments(kind: str, nbytes: float, topology: Topology, profile: DeviceProfile) -> tuple[int, int]:
-    """Return the agreements of an operation of bf16, and the fragments between two of them, that the schedules cut with staging buffers of
-    STAGING bytes. A gather has one agreement, or none. ``profile``: the one by which they cut."""
+def sum_fragments(nbytes: float, topology: Topology, profile: DeviceProfile) -> tuple[int, int]:
+    """Return the agreements of a sum of bf16, and the fragments between two of them, that the schedules cut with staging buffers of STAGING
+    bytes. ``profile``: the one by which they cut."""
     from ds_zipccl.policy import wire  # imports torch, which `plan --help` does not need
 
-    least, numel = least_fragment(kind, topology, profile), max(1, int(nbytes / _ITEMSIZE / topology.ranks))
-    if kind == GATHER:
-        each = _ITEMSIZE * topology.ranks
-        least = least_of_gather(numel * each, least, levels_from(topology, profile))
-        return 1, wire.device_fragments(numel * each, wire.FRAGMENT_UNIT * each, STAGING, least)
+    least, numel = least_of_sum(topology, profile), max(1, int(nbytes / _ITEMSIZE / topology.ranks))
     nodes, local_ranks = (topology.nodes, topology.each) if topology.levels else (topology.ranks, 1)
     step, rows = numel, 0
     if local_ranks > 1:
@@ -590,11 +605,14 @@ def coded_seconds(
     if kind == ALL_TO_ALL:  # in one piece
         fixed = profile.launch + profile.agreement + apart
         return fixed + encode + decode + _all_to_all_wire(nbytes, topology, profile, ratio)
-    cut_as = topology if two_levels or kind == GATHER else replace(topology, even=False)
-    steps, pieces = fragments(kind, nbytes, cut_as, cut_by or profile)
     if kind == GATHER:
-        wire = pieces * gather_wire(nbytes / ratio / pieces, topology, profile, cut_by)
-        return waits * profile.agreement + _pipeline((pieces * profile.launch, encode, wire, decode), pieces)
+        cut, frames = cut_by or profile, nbytes / ratio
+        pieces, levels = gather_fragments(nbytes, frames, topology, cut, levels=levels_from(topology, cut))
+        wire = pieces * gather_wire(frames / pieces, topology, profile, cut)
+        host = pieces * profile.launch
+        stages = host, encode, max(wire, host * topology.nodes if levels else host), decode
+        return waits * profile.agreement + _pipeline(stages, pieces if 2 * frames <= pieces * STAGING else 1)
+    steps, pieces = sum_fragments(nbytes, topology if two_levels else replace(topology, even=False), cut_by or profile)
     if two_levels:  # every exchange inside is done before the agreement
         inside = steps * topology.nodes * apart + nbytes * (topology.each - 1) / topology.each / profile.inside
         inside = max(inside, steps * topology.nodes * profile.launch)

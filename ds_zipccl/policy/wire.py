@@ -5,6 +5,7 @@ The sender decides alone what a frame names: its codec, its block, its rows. Bot
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict, deque
 from collections.abc import Hashable, Sequence
 
@@ -128,6 +129,26 @@ def device_fragments(nbytes: int, unit: int, budget: int, least: int = 0) -> int
     return max(1, min(max(wanted, -(-nbytes // max(1, budget // 4))), nbytes // unit))
 
 
+def gather_fragments(frames: float, frame: float, budget: int, codec: float, delay: float, least: float = 0.0) -> int:
+    """Return the number of fragments of a gather of ``frames`` bytes of frames of all ranks.
+
+    A fragment may fill the ``budget``: then there are as few as possible, and nothing hides the codec. Where two fit, one is coded while
+    the other is on the wire, so that only one in n shows of the codec.
+
+    Args:
+        frame: bytes of the largest frame. A fragment may have a frame more than another one.
+        codec: seconds of encoding and decoding all words.
+        delay: seconds that each further fragment takes: its latency, and the host.
+        least: bytes below which no fragment is cut to hide the codec.
+    """
+    rooms = budget, budget // 2
+    alone, paired = (1 if frames <= room else math.ceil(frames / max(frame, room - frame)) for room in rooms)
+    # n fragments take n delay + codec / n: the least n of which one more saves less than its delay
+    paired = max(paired, min(DEVICE_FRAGMENTS, math.ceil(math.sqrt(codec / delay + 0.25) - 0.5)))
+    hidden = paired * least <= frames and paired * delay + codec / paired < alone * delay + codec
+    return paired if hidden else alone
+
+
 def device_cut(numel: int, each: int, budget: int, least: int = 0) -> int:
     """Return the elements of the fragments of segments of ``numel`` elements that move together. ``each``: bytes of one element of all of
     them; ``least``: as for :func:`device_fragments`."""
@@ -141,15 +162,17 @@ def frame_numel(nbytes: int, itemsize: int, ranks: int) -> int:
     return max(1, nbytes // ranks // itemsize // FRAGMENT_UNIT) * FRAGMENT_UNIT
 
 
-def device_piece_numel(itemsize: int, ranks: int, budget: int) -> int:
-    """Return the most elements of a frame of gathers: that of every rank is no larger than a fragment where there are several."""
-    return frame_numel(min(DEVICE_FRAGMENT_BYTES, budget // 12), itemsize, ranks)
+def device_piece_numel(numel: int, itemsize: int, ranks: int, budget: int) -> int:
+    """Return the elements of the frames of a parameter of ``numel`` elements in gathers, all but the last: frames are nearly equal, so that
+    fragments are. Those of all ranks are no larger than a fragment where there are several."""
+    count = -(-numel // frame_numel(min(DEVICE_FRAGMENT_BYTES, budget // 12), itemsize, ranks))
+    return max(1, -(-numel // (max(1, count) * FRAGMENT_UNIT))) * FRAGMENT_UNIT
 
 
-def device_fragment_of(begin: int, numel: int, whole: int, count: int) -> int:
-    """Return the number of the fragment, of ``count`` ones, of a frame of ``numel`` elements that begins at element ``begin`` of
-    ``whole``: that in which its middle lies. No fragment is empty if no frame has more than ``whole / count`` elements."""
-    return (2 * begin + numel) * count // (2 * whole)
+def device_fragment_of(begin: int, nbytes: int, whole: int, count: int) -> int:
+    """Return the number of the fragment, of ``count`` ones, of a frame of ``nbytes`` bytes that begins at byte ``begin`` of ``whole``: that
+    in which its middle lies. No fragment is empty if no frame has more than ``whole / count`` bytes."""
+    return (2 * begin + nbytes) * count // (2 * whole)
 
 
 def shrinks(nbytes: int, frame: int) -> bool:

@@ -17,6 +17,7 @@ import tiers
 import torch
 import torch.distributed as dist
 from levels import Nodes, nodes_of
+from sim.device import machine
 
 from ds_zipccl import comm
 from ds_zipccl.comm import topology
@@ -29,7 +30,7 @@ from ds_zipccl.kernels.cuda.backend import CudaBackend, Own
 from ds_zipccl.policy import cost_model, wire
 from ds_zipccl.policy.admission import PassReason
 from ds_zipccl.telemetry import counters
-from on_sim import plants, world
+from on_sim import plants, random_programs, world
 from on_sim.cases import bytes_sent, documented, weights
 
 pytestmark = pytest.mark.usefixtures("small_frames")
@@ -349,6 +350,30 @@ def test_a_gather_in_two_levels_enters_each_node_once(
     found = totals(route, nodes, each, {"raw": RAW, "coded": ALWAYS}, ["gather"])
     assert 0 < found["raw gather"] <= 1.01 * necessary
     assert found["coded gather"] <= necessary / 1.4
+
+
+def gathered(rank: int, ranks: int) -> list[tuple[str, int]]:
+    """The collectives of a gather with agreed sizes, and the bytes that each has sent."""
+    levels.pretend(nodes_of(2, 2))
+    own = weights(rank, 8_000).to(f"cuda:{rank}")
+    agreed = comm.Agreed("one", own.numel())
+    config = ZipcclConfig(**ALWAYS)
+    comm.agree_sizes([(agreed, own)], config=config)
+    (calls,) = (one.calls[rank] for one in machine().communicators.values())
+    before = len(calls)
+    comm.all_gather_into_tensor(own.new_empty(ranks * own.numel()), own, agreed=[agreed], config=config)
+    return [(call.kind, sum(one.nbytes for one in call.inputs)) for call in calls[before:]]
+
+
+@pytest.mark.parametrize("kind", ["all_to_all", "all_gather"])
+def test_fragments_of_a_gather_are_few_and_equal_and_go_one_way(route: CudaBackend, kind: str) -> None:
+    """Slots of 64 KB go in three fragments of 21 KB, as 32 KB of memory demand: more than the bytes for two levels, or fewer."""
+    with random_programs.limits(32 << 10, 20_000 if kind == "all_to_all" else 24_000):
+        found = world.run(gathered, 4, route=route).values
+    for calls in found:
+        assert [one for one, _ in calls] == [kind] * (6 if kind == "all_to_all" else 3)
+        sent = [nbytes for _, nbytes in calls]
+        assert max(sent) <= 1.2 * min(sent)
 
 
 @pytest.mark.full(reason="shows that the test before it can fail")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple, cast
 
 import torch
@@ -19,7 +21,7 @@ from ds_zipccl.config import ZipcclConfig
 from ds_zipccl.kernels.cuda.backend import CudaBackend
 from ds_zipccl.ops import OPS
 from ds_zipccl.policy import cost_model
-from ds_zipccl.policy.cost_model import GATHER, SUM, DeviceProfile, Topology
+from ds_zipccl.policy.cost_model import DeviceProfile, Topology
 
 #: Operations whose frames are those of gathers.
 _GATHERS = {AGREEMENT, *(name for name, op in OPS.items() if op.traffic == "all_gather")}
@@ -28,11 +30,12 @@ _GATHERS = {AGREEMENT, *(name for name, op in OPS.items() if op.traffic == "all_
 class Cut(NamedTuple):
     """How the schedules of a group cut operations, and send gathers.
 
-    ``gather``, ``sum``: bytes of words of a fragment below which its latency counts. ``levels_from``: bytes of a collective from which on
-    gathers go in two levels; ``raw``: without coding, in mode auto. ``levels``: of the group, as this rank sees them.
+    ``gather``: :func:`.cost_model.gather_fragments` of the group. ``sum``: bytes of words of a fragment below which its latency counts.
+    ``levels_from``: bytes of a collective from which on gathers go in two levels; ``raw``: without coding, in mode auto. ``levels``: of
+    the group, as this rank sees them.
     """
 
-    gather: int
+    gather: Callable[..., tuple[int, bool]]
     sum: int
     levels_from: float
     raw: bool
@@ -55,7 +58,10 @@ def cut_of(group: dist.ProcessGroup, device: str) -> Cut:
         levels = Levels.of(group_nodes(group), state.rank, state.size)
         topology = Topology.of(levels.nodes)
         by = cost_model.UNMEASURED if profile is None else group_profile(group, profile)
-        gather, summed = (cost_model.least_fragment(kind, topology, by) for kind in (GATHER, SUM))
+        gather, summed = (
+            partial(cost_model.gather_fragments, topology=topology, profile=by),
+            cost_model.least_of_sum(topology, by),
+        )
         raw = profile is not None and cost_model.gathers_raw(topology, by)
         found.cut = Cut(gather, summed, cost_model.levels_from(topology, by), raw, levels)
         found.profile = profile

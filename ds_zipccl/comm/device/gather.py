@@ -8,6 +8,7 @@ The sizes of slots are the largest frame of any rank. All ranks agree on them: h
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -22,7 +23,7 @@ from ds_zipccl.comm.device.sizes import agree
 from ds_zipccl.comm.device.streams import Stage
 from ds_zipccl.frame import HEADER_BYTES
 from ds_zipccl.kernels.cuda.jobs import GatherTable, Parameter, frame_bytes
-from ds_zipccl.policy import cost_model, wire
+from ds_zipccl.policy import wire
 from ds_zipccl.telemetry import counters
 
 
@@ -61,20 +62,22 @@ class Fragment:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """The layout of gathers of shards that agree in sizes and dtype. No fragments: the words go as they are. Never written to."""
+    """The layout of gathers of shards that agree in sizes and dtype. No fragments: the words go as they are. ``in_levels``: all fragments
+    go in two levels. Never written to."""
 
     pieces: Sequence[Piece]
     fragments: Sequence[Fragment]
+    in_levels: bool = False
 
 
 def pieces_of(numels: Sequence[Sequence[int]], itemsize: int, ranks: int, budget: int) -> list[Piece]:
     """Return the pieces of shards whose parameters have ``numels`` elements. A piece has no more than one parameter."""
-    most = wire.device_piece_numel(itemsize, ranks, budget)
     found = []
     for shard, sizes in enumerate(numels):
         end = 0
         for parameter, numel in enumerate(sizes):
             begin, end = end, end + numel
+            most = wire.device_piece_numel(numel, itemsize, ranks, budget)
             found += [Piece(shard, start, min(most, end - start), parameter) for start in range(begin, end, most)]
     return found
 
@@ -171,8 +174,12 @@ def plan_of(
         slots = [slot_of(piece.numel * itemsize, size) for piece, size in zip(pieces, sizes, strict=True)]
     if all(raw for _, raw in slots) and not partial:
         return Plan(pieces, ())
-    fragments = []
-    for first, last in _fragments(pieces, itemsize, ctx):
+    fragments, nbytes = [], [size * ctx.size for size, _ in slots]
+    words = sum(piece.numel for piece in pieces) * itemsize * ctx.size
+    count, in_levels = ctx.cut.gather(
+        words, sum(nbytes), frame=max(nbytes), budget=ctx.budget, levels=ctx.cut.levels_from
+    )
+    for first, last in _fragments(nbytes, count):
         some = pieces[first:last]
         parameters = tuple(
             Parameter(piece.numel, size, shards[piece.shard].own.numel(), piece.start, raw)
@@ -181,7 +188,7 @@ def plan_of(
         table = _table(parameters, shards[0].own.dtype, ctx.config.block, ctx.size)
         names = tuple(shards[one.shard].names[one.parameter] for one in some if shards[one.shard].names)
         fragments.append(Fragment(first, last, table, names))
-    return Plan(pieces, fragments)
+    return Plan(pieces, fragments, in_levels)
 
 
 def send_planned(
@@ -195,17 +202,18 @@ def send_planned(
                 ctx.count(0, shard.own.nbytes * (ctx.size - 1))
     for fragment in plan.fragments:
         part = slice(fragment.first, fragment.last)
-        _fragment(ctx, shards, plan.pieces[part], fragment, None if lasts is None else lasts[part])
+        _fragment(ctx, shards, plan.pieces[part], fragment, None if lasts is None else lasts[part], plan.in_levels)
 
 
-def all_gather(ctx: DeviceContext, whole: torch.Tensor, own: torch.Tensor) -> None:
+def all_gather(ctx: DeviceContext, whole: torch.Tensor, own: torch.Tensor, in_levels: bool | None = None) -> None:
     """Write the parts of all ranks to flat ``whole``, in their order; the own part may be left out. ``own`` is this rank's, in its place or
     apart. Work of the current stream.
 
-    A large gather goes in two levels, where a rank's part enters each other node once: a ring of all ranks brings it back to its own node.
-    Every rank sends its part to the ranks of its node, and to those of its local rank on other nodes, which forward it to their nodes.
+    ``in_levels``: a rank's part enters each other node once, where a ring of all ranks brings it back to its own node; None: if the gather
+    is large. Every rank sends its part to the ranks of its node, and to those of its local rank on other nodes, which forward it to their
+    nodes.
     """
-    if whole.nbytes < ctx.cut.levels_from:
+    if not (whole.nbytes >= ctx.cut.levels_from if in_levels is None else in_levels):
         ctx.transport.all_gather(whole, own)
         return
     levels, rows = ctx.cut.levels, whole.view(ctx.size, own.numel())  # rows of an empty part too
@@ -226,19 +234,13 @@ def put_own(ctx: DeviceContext, shards: Sequence[Shard]) -> None:
         ctx.count(shard.own.nbytes * (ctx.size - 1), 0)
 
 
-def _fragments(pieces: Sequence[Piece], itemsize: int, ctx: DeviceContext) -> Iterator[tuple[int, int]]:
-    """Yield the first piece of each fragment and the piece after its last."""
-    whole, each = sum(piece.numel for piece in pieces), itemsize * ctx.size
-    least = cost_model.least_of_gather(whole * each, ctx.cut.gather, ctx.cut.levels_from)
-    count = wire.device_fragments(whole * each, wire.FRAGMENT_UNIT * each, ctx.budget, least)
-    first, before, fragment = 0, 0, 0
-    for number, piece in enumerate(pieces):
-        own = wire.device_fragment_of(before, piece.numel, whole, count)
-        if number > first and own > fragment:
-            yield first, number
-            first = number
-        fragment, before = own, before + piece.numel
-    yield first, len(pieces)
+def _fragments(nbytes: Sequence[int], count: int) -> Iterator[tuple[int, int]]:
+    """Yield the first piece of each of ``count`` fragments and the piece after its last. ``nbytes``: of the slots of each piece."""
+    ends = list(itertools.accumulate(nbytes))
+    own = [wire.device_fragment_of(end - one, one, ends[-1], count) for one, end in zip(nbytes, ends, strict=True)]
+    for _, found in itertools.groupby(range(len(own)), own.__getitem__):
+        some = list(found)
+        yield some[0], some[-1] + 1
 
 
 def slot_of(nbytes: int, frame: int) -> tuple[int, bool]:
@@ -259,6 +261,7 @@ def _fragment(
     pieces: Sequence[Piece],
     fragment: Fragment,
     lasts: Sequence[torch.Tensor] | None,
+    in_levels: bool,
 ) -> None:
     table, streams = fragment.table, ctx.streams
     part_bytes = table.part_bytes
@@ -268,7 +271,7 @@ def _fragment(
             code = ctx.codec if lasts is None else "delta"
             ctx.route.encode_gather(words_of(shards, pieces), code, table, part, bases=lasts)
         with streams.wire():
-            all_gather(ctx, staging, part)
+            all_gather(ctx, staging, part, in_levels)
         with streams.on(Stage.DECODE):
             outs = shards[0].whole if len(shards) == 1 else [shards[piece.shard].whole for piece in pieces]
             status = ctx.reports.word(ctx.where(), fragment.names)

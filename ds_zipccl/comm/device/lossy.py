@@ -140,6 +140,7 @@ def gather(ctx: DeviceContext, own: Part, places: Sequence[Part], exact: bool = 
     streams, frames, longest = ctx.streams, _Frames(ctx, exact), max(place.numel for place in places)
     dtype = next(source.dtype for place in places for source, _ in place.pieces) if longest else torch.uint8
     step = wire.device_sum_fragment(longest, dtype.itemsize, ctx.size, ctx.budget)
+    in_levels = None
     for begin in range(0, longest, step):
         words, parts = own.cut(begin, begin + step), [place.cut(begin, begin + step) for place in places]
         room = frames.room(max(part.numel for part in parts), dtype)
@@ -148,8 +149,11 @@ def gather(ctx: DeviceContext, own: Part, places: Sequence[Part], exact: bool = 
                 frame = frames.encode(torch.cat(words.views()), staging[:room]) if words.numel else staging[:0]
             slot = wire.slot_bytes(largest(ctx, len(frame)))
             slots = staging[room:][: slot * ctx.size]
+            in_levels = (
+                slots.nbytes >= ctx.cut.levels_from if in_levels is None else in_levels
+            )  # the shorter last one too
             with streams.wire():
-                exact_gather.all_gather(ctx, slots, staging[:slot])
+                exact_gather.all_gather(ctx, slots, staging[:slot], in_levels)
             frames.arrived = dict(enumerate(slots.split(slot)))
             with streams.on(Stage.DECODE):
                 for rank, part in enumerate(parts):

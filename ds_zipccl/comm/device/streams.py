@@ -125,7 +125,8 @@ class Streams:
 
     def _take(self, nbytes: int, budget: int) -> StagingBuffer:
         grain = max(_GRAIN, (1 << max(nbytes - 1, 1).bit_length() - 1) // 8)
-        size = -(-nbytes // grain) * grain
+        rounded = -(-nbytes // grain) * grain  # one buffer may fill the budget, and two may fill it together
+        size = min([rounded, *(part for part in (budget, budget // 2) if nbytes <= part)])
         alike = [staging for staging in self._buffers if size <= staging.memory.numel() <= 2 * size]
         fits = [staging for staging in alike if not staging.held]
         if fits and (len(alike) >= _TURNS or self.nbytes() + size > budget):
