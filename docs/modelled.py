@@ -55,8 +55,8 @@ def operations(page: Path) -> str:
         profiles = [replace(base, encode=speed, decode=speed) for speed in ASSUMED.values()]
         plain = plain_seconds(GATHER, NOMINAL_BYTES, topology, base)
         gains = [
-            [plain / coded_seconds(kind, NOMINAL_BYTES, topology, profile, two_levels=levels) for profile in profiles]
-            for kind, levels in ((GATHER, True), (SUM, False), (SUM, True))
+            [plain / coded_seconds(kind, NOMINAL_BYTES, one, profile) for profile in profiles]
+            for kind, one in ((GATHER, topology), (SUM, replace(topology, even=False)), (SUM, topology))
         ]
         texts = (" / ".join(f"{gain:.2f}" for gain in three) for three in gains)
         gpus = f"{each} {'PCIe ' if inside else ''}GPU{'s' if each > 1 else ''}"

@@ -363,6 +363,8 @@ LAUNCH_S, AGREEMENT_S, EXCHANGE_S, EXCHANGED = 120e-6, 80e-6, 50e-6, 64
 HOP_S, STEP_S = 14e-6, 3.4e-6
 #: A fragment of a sum takes as many times as long as its latency, at least (seed: fewer fragments hide less of the codec).
 LATENCIES = 4
+#: Most fragments of a gather of which one fills no staging buffer (seed: more hide little more of the codec).
+FRAGMENTS = 4
 #: Bytes of the staging buffers that the model assumes: those that a GPU with 70 GB and more has by default.
 STAGING = 1 << 30
 #: Bytes of the operation by which a job's schedules are chosen (seed: between DeepSpeed's prefetches, 100 MB, and its buckets, 1 GB).
@@ -482,30 +484,27 @@ def least_of_sum(topology: Topology, profile: DeviceProfile) -> int:
     return int(LATENCIES * exchange_latency(topology, profile) * profile.network / topology.each * RATIO[SUM])
 
 
-def _hops(topology: Topology, profile: DeviceProfile) -> list[float]:
-    return [profile.network] * (topology.nodes > 1) + [profile.inside] * (topology.each > 1)
-
-
 def plain_seconds(kind: str, nbytes: float, topology: Topology, profile: DeviceProfile) -> float:
     """Return the seconds of NCCL's own collective. ``kind``: :data:`GATHER`, :data:`SUM` or :data:`ALL_TO_ALL`; ``nbytes``: as there."""
     if kind == ALL_TO_ALL:
         return exchange_latency(topology, profile) + _all_to_all_wire(nbytes, topology, profile)
-    latency = ring_latency(topology, profile)
+    latency, per_byte = gather_way(topology, profile, in_levels=False)
     if topology.each == 1:  # NCCL has a tree there, since 2.23
         latency = math.ceil(math.log2(topology.ranks)) * profile.hop
-    return latency + _ring_wire(nbytes, topology, profile)
+    return latency + nbytes * per_byte
 
 
-def _ring_wire(nbytes: float, topology: Topology, profile: DeviceProfile) -> float:
-    return nbytes * (topology.ranks - 1) / topology.ranks / min(_hops(topology, profile), default=math.inf)
-
-
-def _levels_wire(topology: Topology, profile: DeviceProfile) -> tuple[float, float]:
-    """Return the seconds of a gather in two levels without its bytes, and those of each byte. The first exchange brings a part to its node
-    and to its local rank on other nodes; an exchange for each other node brings what has come from there to the own node."""
-    nodes, each = topology.nodes, topology.each
-    per_byte = (1 - 1 / nodes) / profile.network + (1 - 1 / each) / profile.inside
-    return nodes * exchange_latency(topology, profile), per_byte
+def gather_way(topology: Topology, profile: DeviceProfile, *, in_levels: bool) -> tuple[float, float]:
+    """Return the seconds of a gather without its bytes, and those of each byte: by the backend's ring, or in two levels. There the first
+    exchange brings a part to its node and to its local rank on other nodes; an exchange for each other node brings what has come from
+    there to the own node."""
+    nodes, each, ranks = topology.nodes, topology.each, topology.ranks
+    if in_levels:
+        return nodes * exchange_latency(topology, profile), (1 - 1 / nodes) / profile.network + (
+            1 - 1 / each
+        ) / profile.inside
+    slowest = min([profile.network] * (nodes > 1) + [profile.inside] * (each > 1), default=math.inf)
+    return ring_latency(topology, profile), (1 - 1 / ranks) / slowest
 
 
 @lru_cache(maxsize=256)  # every prediction of a gather asks
@@ -516,9 +515,9 @@ def levels_from(topology: Topology, profile: DeviceProfile) -> float:
         return math.inf
     found = 0.0
     for wanted, one in ((GAINING, profile), *((1.0, profile.doubted(*doubt)) for doubt in DOUBTS)):
-        delay, each = _levels_wire(topology, one)
-        saved = _ring_wire(1.0, topology, one) - wanted * each
-        found = max(found, (wanted * delay - ring_latency(topology, one)) / saved if saved > 0 else math.inf)
+        ring, levels = (gather_way(topology, one, in_levels=in_levels) for in_levels in (False, True))
+        saved = ring[1] - wanted * levels[1]
+        found = max(found, (wanted * levels[0] - ring[0]) / saved if saved > 0 else math.inf)
     return found
 
 
@@ -529,26 +528,31 @@ def gather_fragments(
     profile: DeviceProfile,
     *,
     levels: float,
-    budget: int = STAGING,
-    frame: float | None = None,
+    budget: int,
+    frame: float = 0.0,
 ) -> tuple[int, bool]:
-    """Return the number of fragments of a gather, of equal bytes, and whether all of them go in two levels. The schedules cut this number,
-    and the model assumes it.
+    """Return the number of fragments of a gather, and whether all of them go in two levels. The schedules cut this number, and the model
+    assumes it.
+
+    Each takes its latency, and the host. One may fill the ``budget``: then there are as few as possible, and nothing hides the codec. Where
+    two fit, one is coded while the other is on the wire, so that 1/n of the codec shows.
 
     Args:
-        nbytes, frames: bytes of the words and of the frames of all ranks.
+        nbytes, frames, frame: bytes of the words and of the frames of all ranks, and of their largest piece.
         levels: :func:`levels_from`.
         budget: bytes of the staging buffers.
-        frame: bytes of the largest frame, of all ranks; None: as the schedules cut large shards.
     """
-    from ds_zipccl.policy import wire  # imports torch, which `plan --help` does not need
+    codec, rooms = sum(coding_seconds(GATHER, nbytes, topology, profile)), (budget, budget // 2)
+    alone, paired = (1 if frames <= room else math.ceil(frames / max(frame, room - frame)) for room in rooms)
 
-    codec, launch = sum(coding_seconds(GATHER, nbytes, topology, profile)), profile.launch
-    count = partial(wire.gather_fragments, frames, frame or wire.DEVICE_FRAGMENT_BYTES, budget, codec)
-    in_levels = count(topology.nodes * (exchange_latency(topology, profile) + launch), levels)
-    if frames >= in_levels * levels:
-        return in_levels, True
-    return count(ring_latency(topology, profile) + launch), False
+    def count(collectives: int, in_levels: bool, least: float) -> int:
+        delay = collectives * profile.launch + gather_way(topology, profile, in_levels=in_levels)[0]
+        # n delay + codec / n is least where one more hides less of the codec than its delay
+        best = max(paired, min(FRAGMENTS, math.ceil(math.sqrt(codec / delay + 0.25) - 0.5)))
+        return best if best * least <= frames and best * delay + codec / best < alone * delay + codec else alone
+
+    in_levels = count(topology.nodes, True, levels)
+    return (in_levels, True) if in_levels * levels <= frames else (count(1, False, 0.0), False)
 
 
 def gather_wire(
@@ -556,10 +560,8 @@ def gather_wire(
 ) -> float:
     """Return the seconds of a collective of a gather that brings ``nbytes`` to every rank: the backend's ring, or our two levels.
     ``cut_by``: as for :func:`coded_seconds`."""
-    if nbytes < levels_from(topology, cut_by or profile):
-        return ring_latency(topology, profile) + _ring_wire(nbytes, topology, profile)
-    delay, each = _levels_wire(topology, profile)
-    return delay + each * nbytes
+    delay, per_byte = gather_way(topology, profile, in_levels=nbytes >= levels_from(topology, cut_by or profile))
+    return delay + per_byte * nbytes
 
 
 def sum_fragments(nbytes: float, topology: Topology, profile: DeviceProfile) -> tuple[int, int]:
@@ -584,21 +586,18 @@ def coded_seconds(
     ratio: float | None = None,
     *,
     waits: int = 0,
-    two_levels: bool = True,
     cut_by: DeviceProfile | None = None,
 ) -> float:
-    """Return the seconds of our schedule.
+    """Return the seconds of our schedule. Sums go inside the nodes first where :attr:`Topology.levels` is true.
 
     Args:
         kind, nbytes: as for :func:`plain_seconds`.
         ratio: words over frames, that of bf16 if None.
         waits: agreements of a gather: 0 where sizes are agreed ahead, otherwise 1. Sums and exchanges always have some.
-        two_levels: sums go inside the nodes first where :attr:`Topology.levels` is true; otherwise by an exchange of all ranks.
         cut_by: the profile by which the job cuts its fragments, ``profile`` if None.
     """
     ratio = RATIO[kind] if ratio is None else ratio
-    two_levels = two_levels and topology.levels
-    encode, decode = coding_seconds(kind, nbytes, topology, profile, two_levels=two_levels)
+    encode, decode = coding_seconds(kind, nbytes, topology, profile)
     if kind != GATHER or waits:
         encode *= 2  # the sizes of frames come from the encoder, which runs again for the frames
     apart = exchange_latency(topology, profile)
@@ -607,13 +606,15 @@ def coded_seconds(
         return fixed + encode + decode + _all_to_all_wire(nbytes, topology, profile, ratio)
     if kind == GATHER:
         cut, frames = cut_by or profile, nbytes / ratio
-        pieces, levels = gather_fragments(nbytes, frames, topology, cut, levels=levels_from(topology, cut))
+        pieces, levels = gather_fragments(
+            nbytes, frames, topology, cut, levels=levels_from(topology, cut), budget=STAGING
+        )
         wire = pieces * gather_wire(frames / pieces, topology, profile, cut)
         host = pieces * profile.launch
         stages = host, encode, max(wire, host * topology.nodes if levels else host), decode
         return waits * profile.agreement + _pipeline(stages, pieces if 2 * frames <= pieces * STAGING else 1)
-    steps, pieces = sum_fragments(nbytes, topology if two_levels else replace(topology, even=False), cut_by or profile)
-    if two_levels:  # every exchange inside is done before the agreement
+    steps, pieces = sum_fragments(nbytes, topology, cut_by or profile)
+    if topology.levels:  # every exchange inside is done before the agreement
         inside = steps * topology.nodes * apart + nbytes * (topology.each - 1) / topology.each / profile.inside
         inside = max(inside, steps * topology.nodes * profile.launch)
         wire = nbytes * (topology.nodes - 1) / topology.nodes / profile.network / ratio
@@ -624,16 +625,13 @@ def coded_seconds(
     return inside + steps * profile.agreement + one
 
 
-def coding_seconds(
-    kind: str, nbytes: float, topology: Topology, profile: DeviceProfile, *, two_levels: bool = True
-) -> tuple[float, float]:
-    """Return the seconds that one rank encodes, and those that it decodes, in an operation of :func:`coded_seconds`, whose arguments these
-    are."""
+def coding_seconds(kind: str, nbytes: float, topology: Topology, profile: DeviceProfile) -> tuple[float, float]:
+    """Return the seconds that one rank encodes, and those that it decodes, in an operation of :func:`coded_seconds`."""
     peers = (topology.ranks - 1) / topology.ranks
     encoded = decoded = nbytes * peers
     if kind == GATHER:
         encoded = nbytes / topology.ranks
-    elif kind == SUM and two_levels and topology.levels:
+    elif kind == SUM and topology.levels:
         encoded = decoded = nbytes / topology.each * (topology.nodes - 1) / topology.nodes
     return encoded / profile.encode, decoded / profile.decode
 

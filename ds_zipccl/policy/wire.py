@@ -5,7 +5,6 @@ The sender decides alone what a frame names: its codec, its block, its rows. Bot
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict, deque
 from collections.abc import Hashable, Sequence
 
@@ -114,45 +113,17 @@ def device_staging(memory: int, free: int) -> int:
     return max(LEAST_STAGING, min(DEVICE_STAGING, int(OF_MEMORY * memory), int(OF_FREE * free)) >> 20 << 20)
 
 
-def device_fragments(nbytes: int, unit: int, budget: int, least: int = 0) -> int:
-    """Return the number of fragments of an operation of ``nbytes`` of words, of all ranks. The schedules cut this number, and the model
-    assumes it.
-
-    A fragment is not so small that its latency counts, nor so large that three of them do not fit the ``budget``, with a frame more each:
-    one is encoded, one on the wire, one decoded.
-
-    Args:
-        unit: bytes of the smallest fragment: FRAGMENT_UNIT elements of each rank.
-        least: bytes below which the latency of a fragment counts, see :func:`.cost_model.least_fragment`.
-    """
-    wanted = min(DEVICE_FRAGMENTS, nbytes // max(DEVICE_FRAGMENT_BYTES, least, unit))
-    return max(1, min(max(wanted, -(-nbytes // max(1, budget // 4))), nbytes // unit))
-
-
-def gather_fragments(frames: float, frame: float, budget: int, codec: float, delay: float, least: float = 0.0) -> int:
-    """Return the number of fragments of a gather of ``frames`` bytes of frames of all ranks.
-
-    A fragment may fill the ``budget``: then there are as few as possible, and nothing hides the codec. Where two fit, one is coded while
-    the other is on the wire, so that only one in n shows of the codec.
-
-    Args:
-        frame: bytes of the largest frame. A fragment may have a frame more than another one.
-        codec: seconds of encoding and decoding all words.
-        delay: seconds that each further fragment takes: its latency, and the host.
-        least: bytes below which no fragment is cut to hide the codec.
-    """
-    rooms = budget, budget // 2
-    alone, paired = (1 if frames <= room else math.ceil(frames / max(frame, room - frame)) for room in rooms)
-    # n fragments take n delay + codec / n: the least n of which one more saves less than its delay
-    paired = max(paired, min(DEVICE_FRAGMENTS, math.ceil(math.sqrt(codec / delay + 0.25) - 0.5)))
-    hidden = paired * least <= frames and paired * delay + codec / paired < alone * delay + codec
-    return paired if hidden else alone
-
-
 def device_cut(numel: int, each: int, budget: int, least: int = 0) -> int:
-    """Return the elements of the fragments of segments of ``numel`` elements that move together. ``each``: bytes of one element of all of
-    them; ``least``: as for :func:`device_fragments`."""
-    count = device_fragments(numel * each, FRAGMENT_UNIT * each, budget, least)
+    """Return the elements of the fragments of segments of ``numel`` elements that move together. They are not so small that their latency
+    counts, nor so large that three do not fit the ``budget``: one is encoded, one on the wire, one decoded.
+
+    Args:
+        each: bytes of one element of all segments.
+        least: bytes below which the latency of a fragment counts, see :func:`.cost_model.least_of_sum`.
+    """
+    nbytes, unit = numel * each, FRAGMENT_UNIT * each
+    wanted = min(DEVICE_FRAGMENTS, nbytes // max(DEVICE_FRAGMENT_BYTES, least, unit))
+    count = max(1, min(max(wanted, -(-nbytes // max(1, budget // 4))), nbytes // unit))
     most = max(1, budget // 3 // each // FRAGMENT_UNIT)
     return min(most, max(1, -(-numel // (count * FRAGMENT_UNIT)))) * FRAGMENT_UNIT
 
