@@ -391,6 +391,7 @@ SECTIONS: dict[str, Section] = {
     "nccl_exchanges": modelled.exchanges,
     "nccl_forecasts": modelled.forecasts,
     "nccl_gains": modelled.gains,
+    "nccl_gathers": modelled.gathers,
     "nccl_operations": modelled.operations,
     "nccl_steps": modelled.steps,
     "plan_clusters": modelled.clusters,

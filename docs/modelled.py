@@ -128,6 +128,20 @@ def counts(page: Path) -> str:
     return f"{origins}\n\n{table(('a step of 7B', *heads), rows)}"
 
 
+def gathers(page: Path) -> str:
+    """What each gather that DeepSpeed sends asks of NCCL groups, and the bytes that a node sends to others."""
+    rows = results("nccl_counts")["rows"]
+    heads = [
+        f"{row['nodes']} x {row['each']}, {what}"
+        for row in rows
+        for what in ("fragments", "collectives", "MB", "by NCCL")
+    ]
+    keys = ("fragments", "d"), ("collectives", "d"), ("sent_mb", ".1f"), ("plain_mb", ".1f")
+    sizes = [key.removeprefix("fragments_") for key in rows[0] if key.startswith("fragments_") and key[-1].isdigit()]
+    lines = ((f"{mb} MB", *(f"{row[f'{key}_{mb}']:{form}}" for row in rows for key, form in keys)) for mb in sizes)
+    return table(("a gather of", *heads), lines)
+
+
 #: What is counted of the exchanges of a layer of experts, as in :data:`_COUNTED`; the keys of the first step end with "_first".
 _EXCHANGES = {
     "host waits": ("exchange_waits", "d"),

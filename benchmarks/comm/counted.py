@@ -27,19 +27,22 @@ from ds_zipccl.config import ZipcclConfig
 from ds_zipccl.frame import HEADER_BYTES
 from ds_zipccl.kernels.cuda.jobs import frame_bytes
 from ds_zipccl.policy import admission, wire
-from ds_zipccl.policy.cost_model import GATHER, RATIO, SUM
+from ds_zipccl.policy.cost_model import GATHER, RATIO, RDMA_REACH, SUM, DeviceProfile
 from ds_zipccl.telemetry import counters
 
-#: Elements of the parameters of a layer of Llama 7B and of its embeddings; layers; elements per gradient bucket.
-LAYER = (4096**2,) * 4 + (4096 * 11008,) * 3 + (4096,) * 2
+_Q, _UP, _UP3 = 4096**2, 4096 * 11008, 4096 * 14336
+#: MB of a gather of DeepSpeed -> elements of its parameters, of Llama 7B and Llama 3 8B: prefetches of some 5e7 elements.
+GATHERS = {33: (_Q,), 67: (_Q,) * 2, 90: (_UP,), 117: (_UP3,), 124: (_Q, _UP), 235: (_UP3,) * 2}
+#: Gathers of a layer of Llama 7B; elements of its embeddings; layers; elements per gradient bucket.
+LAYER = (GATHERS[67],) * 2 + (GATHERS[90],) * 3
 EMBEDDINGS = (32_000 * 4096,) * 2
 LAYERS, BUCKET = 32, 500_000_000
 #: Elements that a rank sends in an exchange of an expert layer: 8192 tokens, capacity factor 1.25; kinds of exchanges.
 EXCHANGE, EXCHANGES = 8192 * 5 // 4 * 4096, ("dispatch", "combine", "combine.bwd", "dispatch.bwd")
 #: Ratio of the exchanges in each step; it varies with the unused capacity. The first and the last step are counted.
 EXCHANGE_RATIOS = (1.9, 1.6, 1.8, 2.1, 1.7, 2.0)
-#: Nodes, and GPUs per node.
-TOPOLOGIES = ((2, 8), (4, 8))
+#: Nodes, and GPUs per node; their network of 100 Gbit/s per node.
+TOPOLOGIES, PROFILE = ((2, 8), (4, 8)), DeviceProfile(RDMA_REACH * 100e9 / 8)
 #: Bytes of a GPU's memory, and bytes free after the first step.
 MEMORY = 80 << 30, 20 << 30
 BACKEND, DEVICE = "fake", torch.device("cpu")
@@ -91,7 +94,7 @@ class Counting:
         self.between += len(self.nodes[0]) * afar * sent.itemsize
 
     def max(self, words: torch.Tensor) -> None:
-        words[1:] = words.max()  # the sizes of the other ranks
+        words[1:][words[1:] == 0] = words.max()  # the sizes of the other ranks
         self._issued = self.calls["collective"]
 
     def timeout(self, device: torch.device) -> timedelta:
@@ -128,56 +131,65 @@ def _world(nodes: int, each: int, counting: Counting) -> Iterator[None]:
         assert state is not None  # this process is in the default group
         state.nodes = [list(ranks) for ranks in counting.nodes]
         state.device_staging[DEVICE.type] = wire.device_staging(*MEMORY)
+        state.device_profiles[DEVICE.type, BACKEND] = PROFILE
         yield
     finally:
         dist.destroy_process_group()
 
 
+def _counts(counting: Counting, call: Callable[[], Any], kind: str = GATHER) -> Counter[str]:
+    """Return the counts of a call; "wait": of the host, "between": bytes that a node sends to others."""
+    counters.reset()
+    counting.calls.clear()
+    counting.between, counting.ratio = 0.0, RATIO[kind]
+    call()
+    waits = sum(row["host_waits"] for row in counters.rows())
+    return Counter({**counting.calls, "wait": waits, "between": int(counting.between)})
+
+
+def _gather(counting: Counting, ranks: int, sizes: Sequence[int]) -> Counter[str]:
+    """Return the counts of a gather of parameters, whose sizes are agreed ahead; "agree": host waits of the agreement."""
+    shards = [(comm.Agreed(str(number), size // ranks), _words(size // ranks)) for number, size in enumerate(sizes)]
+    own, whole, agreed = _words(sum(sizes) // ranks), _words(sum(sizes)), [one for one, _ in shards]
+    waits = _counts(counting, lambda: comm.agree_sizes(shards, config=CONFIG))["wait"]
+    named: Any = {"agreed": agreed, "config": CONFIG, "role": "zero_param"}
+    return _counts(counting, lambda: comm.all_gather_into_tensor(whole, own, **named)) + Counter(agree=waits)
+
+
 def count(nodes: int, each: int, counting: Counting) -> dict[str, Any]:
-    """Return the counts of one step: a gather per layer and pass, and a sum per gradient bucket."""
-    found, ranks = {}, nodes * each
-    buckets = -(-(LAYERS * sum(LAYER) + sum(EMBEDDINGS)) // BUCKET)
+    """Return the counts of one step: the gathers of each layer and pass, and a sum per gradient bucket."""
+    ranks, numel = nodes * each, sum(map(sum, LAYER))
+    buckets = -(-(LAYERS * numel + sum(EMBEDDINGS)) // BUCKET)
     with _world(nodes, each, counting):
-        layer = [
-            (comm.Agreed(f"layer.{number}", size // ranks), _words(size // ranks)) for number, size in enumerate(LAYER)
-        ]
-        own, whole = _words(sum(LAYER) // ranks), _words(sum(LAYER))
-        bucket, shard = _words(BUCKET // ranks * ranks), _words(BUCKET // ranks)
-        calls: dict[str, Callable[[], Any]] = {
-            "agree": lambda: comm.agree_sizes(layer, config=CONFIG),
-            "layer": lambda: comm.all_gather_into_tensor(
-                whole, own, agreed=[one for one, _ in layer], config=CONFIG, role="zero_param"
-            ),
-            "bucket": lambda: comm.reduce_scatter_tensor(shard, bucket, config=CONFIG, role="zero_grad"),
-            "check": lambda: comm.check_frames(DEVICE, config=CONFIG),
-        }  # fmt: skip
-        for name, call in calls.items():
-            counters.reset()
-            counting.calls.clear()
-            counting.between, counting.ratio = 0.0, RATIO[SUM if name == "bucket" else GATHER]
-            call()
-            waits = sum(row["host_waits"] for row in counters.rows())
-            found[name] = waits, dict(counting.calls), counting.between
+        gathers = {sizes: _gather(counting, ranks, sizes) for sizes in dict.fromkeys((*LAYER, *GATHERS.values()))}
+        source, shard = _words(BUCKET // ranks * ranks), _words(BUCKET // ranks)
+        bucket = _counts(
+            counting, lambda: comm.reduce_scatter_tensor(shard, source, config=CONFIG, role="zero_grad"), SUM
+        )
+        checks = _counts(counting, lambda: comm.check_frames(DEVICE, config=CONFIG))["wait"]
         staging = counters.memory()["staging buffers of frames"]
-    (layer_waits, layer_calls, layer_bytes), (bucket_waits, bucket_calls, bucket_bytes) = (
-        found["layer"],
-        found["bucket"],
-    )
+    layer = sum((gathers[sizes] for sizes in LAYER), Counter[str]())
     ring = 2 * (ranks - 1) / ranks  # bytes per bf16 element
-    return {
+    agreed = layer["agree"] // len(LAYER)  # one agreement has all parameters
+    row = {
         "nodes": nodes,
         "each": each,
         "staging_mib": staging / 2**20,
-        "waits_step": found["agree"][0] + found["check"][0] + 2 * LAYERS * layer_waits + buckets * bucket_waits,
-        "waits_bucket": bucket_waits,
-        "fragments_layer": layer_calls["fragment"],
-        "collectives_layer": layer_calls["collective"],
-        "collectives_bucket": bucket_calls["collective"],
-        "launches_layer": layer_calls["launch"],
-        "launches_bucket": bucket_calls["launch"],
-        "sent_gb": (2 * LAYERS * layer_bytes + buckets * bucket_bytes) / 1e9,
-        "plain_gb": ring * (2 * LAYERS * sum(LAYER) + buckets * BUCKET) / 1e9,
+        "waits_step": agreed + checks + 2 * LAYERS * layer["wait"] + buckets * bucket["wait"],
+        "waits_bucket": bucket["wait"],
+        "fragments_layer": layer["fragment"],
+        "collectives_layer": layer["collective"],
+        "collectives_bucket": bucket["collective"],
+        "launches_layer": layer["launch"],
+        "launches_bucket": bucket["launch"],
+        "sent_gb": (2 * LAYERS * layer["between"] + buckets * bucket["between"]) / 1e9,
+        "plain_gb": ring * (2 * LAYERS * numel + buckets * BUCKET) / 1e9,
     }
+    for mb, sizes in GATHERS.items():
+        one = gathers[sizes]
+        row |= {f"fragments_{mb}": one["fragment"], f"collectives_{mb}": one["collective"]}
+        row |= {f"sent_mb_{mb}": one["between"] / 1e6, f"plain_mb_{mb}": ring * sum(sizes) / 1e6}
+    return row
 
 
 def _exchanges(counting: Counting) -> dict[str, Any]:

@@ -26,7 +26,7 @@ SMALL = f"""
 import json
 from dataclasses import replace
 from ds_zipccl.benchmarks.comm import counted
-counted.LAYER, counted.EMBEDDINGS, counted.LAYERS, counted.BUCKET = {LAYER}, (), 1, {BUCKET}
+counted.LAYER, counted.GATHERS, counted.EMBEDDINGS, counted.LAYERS, counted.BUCKET = ({LAYER},), {{}}, (), 1, {BUCKET}
 counted.TOPOLOGIES = ((2, 2),)
 counted.CONFIG = replace(counted.CONFIG, staging_mib=1, nccl_min_bytes=0)
 print(json.dumps(counted.rows()))

@@ -401,7 +401,9 @@ def test_every_row_of_the_design(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert printed.count(default) == 2 * len(DESIGN)
     assert f"8x400gbit/node: plain communication takes 0.11 {default} as long\n" in printed
     assert f"8x100gbit/node: plain communication takes 0.428 {default} 0.4 s (1.07 times less)\n" in printed
-    times = f'38.3 {default} 26.5 s (1.45 times less), with "nccl": "on" 20.8 s (1.84 times less), with "nccl": "on" and'
+    times = (
+        f'38.3 {default} 26.5 s (1.45 times less), with "nccl": "on" 20.8 s (1.84 times less), with "nccl": "on" and'
+    )
     assert f"10gbit-tcp/node: plain communication takes {times}" in printed
 
 
