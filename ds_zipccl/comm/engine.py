@@ -12,7 +12,7 @@ import torch.distributed as dist
 from ds_zipccl.comm.device import engine as device
 from ds_zipccl.comm.device import sizes
 from ds_zipccl.comm.device.bases.agreed import Agreed, agree_ahead, check_frames
-from ds_zipccl.comm.device.choice import Settled, compare, end_step, host_bases_gain, never_coded, settle, sums_of
+from ds_zipccl.comm.device.choice import Settled, end_step, host_bases_gain, never_coded, passed, settle, sums_of
 from ds_zipccl.comm.device.streams import streams_of
 from ds_zipccl.comm.group_state import GroupState, find_nodes, group_state
 from ds_zipccl.comm.host import calibration
@@ -28,8 +28,8 @@ from ds_zipccl.policy.cost_model import LinkProfile
 
 __all__ = [
     "ENGINES", "Agreed", "CachedParameter", "Engine", "Settled", "SharedBase", "SideStream", "abandoning", "agree_ahead", "ask",
-    "calibrate", "calibration", "check_frames", "compare", "end_step", "engine_of", "finish", "host",
-    "host_bases_gain", "never_coded", "receive", "register", "same_bits", "send", "settle", "start", "sums_of",
+    "calibrate", "calibration", "check_frames", "end_step", "engine_of", "finish", "host", "host_bases_gain", "never_coded",
+    "passed", "receive", "register", "same_bits", "send", "settle", "start", "sums_of",
 ]  # fmt: skip
 
 
@@ -40,8 +40,8 @@ class Engine(Protocol):
         """Return whether this engine executes the coded calls of a group on a device type; equal on all ranks."""
 
     def passes_now(self, request: Request) -> PassReason | None:
-        """Return why the plain collective executes an admitted call at this moment of the program; None where frames do. All ranks ask
-        once before each call, in program order, and get equal answers.
+        """Return why the plain collective executes an admitted call at this moment of the program; None where frames do. All ranks get
+        equal answers, however often they ask: nothing changes.
 
         Raises:
             CommError: the call is not possible now, by frames or plain.

@@ -18,6 +18,9 @@ from ds_zipccl.ops import OPS
 from ds_zipccl.policy.admission import PassReason
 from ds_zipccl.telemetry import counters
 
+#: Reasons of calls that pass now, and of which their engine takes note, on all ranks.
+_NOTED = (PassReason.UNPROVEN.value, PassReason.SMALL_GAIN.value)
+
 
 def run(request: Request) -> Any:
     """Decide on a call, and execute it; see :func:`execute`. Raises as :func:`.decision.decide` too."""
@@ -39,8 +42,8 @@ def execute(choice: Choice, request: Request) -> Any:
     if choice.decision.reason == PassReason.TRACED.value:
         return _uncompressed(request)
     handle = _execute_plain(choice, request)
-    if choice.decision.reason == PassReason.UNPROVEN.value:
-        engine.compare(request, handle)
+    if choice.decision.reason in _NOTED:
+        engine.passed(request, handle, choice.decision.reason)
     return handle
 
 

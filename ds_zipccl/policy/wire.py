@@ -36,8 +36,13 @@ class Backoff:
     def __init__(self, skipped: int, patience: int = 1) -> None:
         self._skipped, self._patience, self._misses, self._left = skipped, patience, 0, 0
 
+    @property
+    def skipping(self) -> bool:
+        """Whether the next attempt is left out."""
+        return self._left > 1
+
     def skips(self) -> bool:
-        """Return whether the next attempt is left out."""
+        """Return whether the next attempt is left out, and count it."""
         self._left -= self._left > 0
         return self._left > 0
 

@@ -11,10 +11,12 @@ import levels
 import moves
 import pytest
 import torch
+import torch.distributed as dist
 from sim import communicator
 from sim.device import mine
 from tiers import mostly_full
 
+from ds_zipccl.comm import execution
 from ds_zipccl.comm.device import exchange as on_device
 from ds_zipccl.comm.device import sizes as agreement
 from ds_zipccl.comm.device.streams import Stage
@@ -149,8 +151,15 @@ def lone(
     return coded
 
 
-def test_auto(route: CudaBackend) -> None:
-    """Coded where three agreements are saved; otherwise one call in 32 of those of which ranks know nothing ahead."""
+@pytest.mark.parametrize("asked", [1, 2])
+def test_auto(route: CudaBackend, asked: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Coded where three agreements are saved; otherwise one call in 32 of those of which ranks know nothing ahead. Rank 0 may ask twice."""
+    decide = execution.decide
+
+    def often(request: Any) -> Any:
+        return [decide(request) for _ in range(1 if dist.get_rank() else asked)][0]
+
+    monkeypatch.setattr(execution, "decide", often)
     even, uneven = [(2048, True)] * 2, [(2048, False)] * 34
     plain = world.run(lone, 2, [*even, *uneven], weights, False, route=route)
     assert plain.values == [[False] * 2 + [True] + [False] * 31 + [True, False]] * 2

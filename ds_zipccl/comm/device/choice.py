@@ -22,6 +22,7 @@ from ds_zipccl import tensors
 from ds_zipccl.comm.device import calibration, first_steps
 from ds_zipccl.comm.device.calibration import Span, agreed_seconds, mark
 from ds_zipccl.comm.device.context import DeviceContext, cut_of
+from ds_zipccl.comm.device.exchange import note_plain
 from ds_zipccl.comm.device.reserve import reserve
 from ds_zipccl.comm.group_state import (
     device_profile,
@@ -227,10 +228,13 @@ def lossy_passes(role: str, config: ZipcclConfig, group: dist.ProcessGroup, *, m
     return PassReason.UNPROVEN if first is None else first.reason(role)
 
 
-def compare(request: Request, handle: Any) -> None:
-    """Compare the coded form of a call that has passed unproven with its plain result, see :meth:`.first_steps.FirstSteps.compare`."""
+def passed(request: Request, handle: Any, reason: str) -> None:
+    """Note a call that has passed: the coded form of an unproven one is compared with its plain result, see
+    :meth:`.first_steps.FirstSteps.compare`; exchanges that did not pay are counted. All ranks call."""
     first = _of_job().first
-    if first is not None:
+    if reason == PassReason.SMALL_GAIN.value:
+        note_plain(request)
+    elif reason == PassReason.UNPROVEN.value and first is not None:
         first.compare(request, handle)
 
 

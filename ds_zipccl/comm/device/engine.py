@@ -37,7 +37,8 @@ def takes(state: GroupState, device: str) -> bool:
 
 
 def passes_now(request: Request) -> PassReason | None:
-    """Return why a call passes at this moment of the program, at which all ranks are; None if frames execute the call."""
+    """Return why a call passes at this moment of the program, at which all ranks are; None if frames execute the call. A question: nothing
+    changes."""
     device, group = request.tensor.device, resolve_group(request.group)
     config, role = request.options.config, request.options.role
     if lacks_memory():
@@ -54,7 +55,7 @@ def passes_now(request: Request) -> PassReason | None:
         if reason is not None:
             return reason
     chosen = OPS[request.op].traffic == "all_to_all" and config.mode_of(role) == "auto"
-    pays = not chosen or pays_now(group, request.op, role, request.tensor, request.numel)
+    pays = not chosen or pays_now(request)
     return None if pays else PassReason.SMALL_GAIN
 
 

@@ -23,6 +23,7 @@ from ds_zipccl.comm.device.gather import encoded_sizes, slot_of
 from ds_zipccl.comm.device.sizes import agree, agreement, exchange_words
 from ds_zipccl.comm.device.streams import Stage
 from ds_zipccl.comm.group_state import device_profile, group_nodes, group_state, resolve_group
+from ds_zipccl.comm.request import Request
 from ds_zipccl.frame import HEADER_BYTES
 from ds_zipccl.kernels.cuda.jobs import frame_bytes
 from ds_zipccl.policy import cost_model, wire
@@ -90,23 +91,30 @@ class _Words(NamedTuple):
         return cls(frame, coded, numel, piece, pieces, between, step_bytes)
 
 
-def pays_now(group: dist.ProcessGroup, op: str, role: str, tensor: torch.Tensor, numel: int | None) -> bool:
-    """Return whether the next exchange of ``numel`` elements (None: uneven) is coded in mode auto. Every rank asks once before each call.
-    Groups inside one node are passed before.
+def pays_now(request: Request) -> bool:
+    """Return whether the next exchange is coded in mode auto, equal on all ranks. Groups inside one node are passed before.
 
     Equal segments are coded where the typical ratio of the dtype pays. Ranks know nothing of each other's uneven segments, so that the
-    first call is coded. After a coded call, whose sizes all ranks know, the next PLAIN_EXCHANGES calls are plain if that one did not pay.
-
-    Args:
-        tensor: has the dtype and the device.
+    first call is coded. After a coded call, whose sizes all ranks know, the next PLAIN_EXCHANGES calls are plain if that one did not pay:
+    :func:`note_plain` counts them.
     """
-    state = group_state(group)
-    assert state is not None  # a rank outside the group does not ask
-    if numel is not None:
-        nbytes = numel * tensor.itemsize * wire.between_nodes(group_nodes(group), state.size)
+    group, tensor = resolve_group(request.group), request.tensor
+    if request.numel is not None:
+        nbytes = request.numel * tensor.itemsize * wire.between_nodes(group_nodes(group), dist.get_world_size(group))
         if not _pays(group, tensor.device.type, nbytes, nbytes / cost_model.typical_ratio(tensor.dtype)):
             return False
-    return not state.of(_Backoffs)[_kind(op, role, tensor.dtype, numel)].skips()
+    return not _backoff(request).skipping
+
+
+def note_plain(request: Request) -> None:
+    """Count an exchange that was plain because an earlier one did not pay. All ranks call."""
+    _backoff(request).skips()
+
+
+def _backoff(request: Request) -> wire.Backoff:
+    state = group_state(request.group)
+    assert state is not None  # a rank outside the group has no exchange
+    return state.of(_Backoffs)[_kind(request.op, request.options.role, request.tensor.dtype, request.numel)]
 
 
 def _pays(group: dist.ProcessGroup, device: str, nbytes: float, coded: float) -> bool:
