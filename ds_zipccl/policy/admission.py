@@ -11,6 +11,7 @@ import torch
 
 from ds_zipccl.config import ROLES, ZipcclConfig
 from ds_zipccl.frame import DTYPE_IDS
+from ds_zipccl.kernels.cuda.arguments import CODES
 from ds_zipccl.lossy import LossyCodec, Round
 from ds_zipccl.ops import OPS
 from ds_zipccl.role_settings import hint
@@ -137,7 +138,7 @@ class PassReason(Enum):
     )
     DEVICE = (
         "no coded route on {} yet",
-        "The tensor lies on a device without kernels, or has a sparse layout; the table names both.",
+        "The tensor lies on a device without kernels, or without those of the codec, or has a sparse layout; the table names them.",
         "Dense tensors on CPUs and CUDA devices are coded. For sparse gradients set `sparse_gradients` of DeepSpeed to false.",
     )
     BACKEND = (
@@ -343,6 +344,8 @@ def _on_stream(message: Message, config: ZipcclConfig) -> str:
         return str(PassReason.NCCL_OFF.value)
     if not OPS[message.op].on_device:
         return PassReason.NOT_ON_DEVICE.of(message.op)
+    if config.codec not in CODES:
+        return PassReason.DEVICE.of(f"{message.device} for codec {config.codec}")
     small = message.nbytes is not None and message.nbytes < config.nccl_min_bytes
     return str(PassReason.SMALL.value) if small else ""
 

@@ -227,17 +227,17 @@ def prune_candidates(
     candidates: Sequence[Decision], message: Message, profile: LinkProfile | None
 ) -> tuple[Decision, ...]:
     """Return the schedules worth a trial: the plain collective, and the frames that no other frames clearly beat. Without a measured
-    profile, all schedules are worth a trial. Schedules of a sum in two levels differ only between nodes, so only this level counts: the
-    ranks with one local rank, one of each node, sum their part of the message."""
+    profile, or an expected size of lossy frames, all schedules are worth a trial. Schedules of a sum in two levels differ only between
+    nodes, so only this level counts: the ranks with one local rank, one of each node, sum their part of the message."""
     traffic = OPS[message.op].traffic
-    if profile is None or not traffic or message.nbytes is None:
+    if profile is None or not traffic or message.nbytes is None or (coded := _coded_ratio(message)) is None:
         return tuple(candidates)
     ranks = message.nodes or message.ranks
     nbytes = message.nbytes * ranks / message.ranks
     seconds = {}
     for decision in candidates:
         if decision.frames:
-            variant, ratio = ("raw", 1.0) if decision.codec == "raw" else ("coded", _coded_ratio(message))
+            variant, ratio = ("raw", 1.0) if decision.codec == "raw" else ("coded", coded)
             if decision.with_base:
                 ratio = DELTA_RATIO
             kind = decision.codec, decision.with_base
@@ -246,16 +246,16 @@ def prune_candidates(
     return tuple(one for one in candidates if not one.frames or best >= CLEARLY * seconds[one.codec, one.with_base])
 
 
-def _coded_ratio(message: Message) -> float:
-    """Return the ratio of coded frames of a message, lossless ones or those of its lossy codec. Bytes are admitted where they are mostly
-    parameters in bfloat16."""
+def _coded_ratio(message: Message) -> float | None:
+    """Return the ratio of coded frames of a message, lossless ones or those of its lossy codec; None: not known. Bytes are admitted where
+    they are mostly parameters in bfloat16."""
     words: Any = "bfloat16" if str(message.dtype) == "torch.uint8" else message.dtype
     ratio = typical_ratio(words)
     if message.lossy is None:
         return ratio
     bits = 8 * words.itemsize
-    name = str(words).removeprefix("torch.")
-    return float(bits / lossy_size(message.lossy, name, bits / ratio).bits)
+    size = lossy_size(message.lossy, str(words).removeprefix("torch."), bits / ratio)
+    return None if size is None else float(bits / size.bits)
 
 
 def typical_ratio(dtype: Any) -> float:
@@ -285,8 +285,9 @@ class LossySize(NamedTuple):
     error: float
 
 
-def lossy_size(codec: LossyCodec, dtype: str, lossless_bits: float) -> LossySize:
-    """Return the expected size of a dense tensor, such as gradients and activations of a transformer, by a codec that codes no matrices.
+def lossy_size(codec: LossyCodec, dtype: str, lossless_bits: float) -> LossySize | None:
+    """Return the expected size of a dense tensor, such as gradients and activations of a transformer, by a codec that codes no matrices;
+    None for a codec without a rule.
 
     The rules reproduce measurements on tensors of a GPT of 11M parameters within 2%. ``analyze --lossy`` measures your tensors.
 
@@ -306,7 +307,7 @@ def lossy_size(codec: LossyCodec, dtype: str, lossless_bits: float) -> LossySize
         return LossySize(codec.bits + 16 / codec.group, _INT_ERRORS[codec.bits])
     if isinstance(codec, Zfp):
         return LossySize(float(codec.rate), _ZFP_ERROR_AT_8 * 2.0 ** (8 - codec.rate))
-    raise ValueError(f"the size of frames of {type(codec).__name__} is not known")
+    return None
 
 
 # ---- sends -----------------------------------------------------------------------------------------------------------

@@ -315,7 +315,7 @@ MEASURED: list[tuple[LossyCodec, tuple[float, float, float], float]] = [
 def test_expected_sizes_are_the_measured_ones(codec: LossyCodec, bits: tuple[float, ...], error: float) -> None:
     for lossless, wanted in zip(LOSSLESS, bits, strict=True):
         found = lossy_size(codec, "bfloat16", lossless)
-        assert found.bits == pytest.approx(wanted, rel=0.02)
+        assert found is not None and found.bits == pytest.approx(wanted, rel=0.02)
         assert found.error == pytest.approx(error, rel=0.06)
 
 
@@ -324,8 +324,6 @@ def test_expected_sizes_of_other_dtypes() -> None:
     assert {lossy_size(Round(2), dtype, 3 + bits).bits for dtype, bits in (("float16", 10), ("float32", 23))} == {5}
     assert lossy_size(Zfp(12), "float32", 26).bits == 12
     assert lossy_size(Zfp(12), "float32", 26).error == pytest.approx(3.4e-3, rel=0.02)
-    with pytest.raises(ValueError, match="the size of frames of LossyCodec is not known"):
-        lossy_size(LossyCodec(), "bfloat16", 11)
 
 
 @pytest.mark.parametrize("stage", ["1", "2", "3"])

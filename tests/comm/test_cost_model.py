@@ -24,7 +24,7 @@ from ds_zipccl.comm.group_state import group_state, link_profile
 from ds_zipccl.comm.host import calibration
 from ds_zipccl.comm.transport import TRANSPORTS
 from ds_zipccl.config import ZipcclConfig
-from ds_zipccl.lossy import Int, Round
+from ds_zipccl.lossy import Int, LossyCodec, Round
 from ds_zipccl.ops import TRAFFIC
 from ds_zipccl.policy import admission, cost_model, trial
 from ds_zipccl.policy.cost_model import VARIANTS, LinkProfile, predict, typical_ratio
@@ -195,6 +195,12 @@ def tried(message: admission.Message, profile: LinkProfile | None, *levels: bool
 
 
 ALL = ["plain", "raw frames", "cascade frames"]
+
+
+def test_a_lossy_codec_without_an_expected_size_is_tried() -> None:
+    message = replace(GATHER, lossy=LossyCodec())
+    plans = admission.candidates(message, ON, True)
+    assert cost_model.prune_candidates(plans, message, line(1e-8)) == tuple(plans)
 
 
 @pytest.mark.parametrize(("share", "dropped"), [(0.79, "raw frames"), (0.81, "")])

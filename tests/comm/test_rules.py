@@ -18,7 +18,7 @@ import torch
 from ds_zipccl.comm.device import gather, sums
 from ds_zipccl.comm.topology import Levels
 from ds_zipccl.config import ZipcclConfig
-from ds_zipccl.policy import base_copies, cost_model, trial, wire
+from ds_zipccl.policy import admission, base_copies, cost_model, trial, wire
 from ds_zipccl.policy.admission import (
     CODED_REDUCE_OPS,
     DELTA_DTYPES,
@@ -80,6 +80,13 @@ def test_each_reason(reason: str) -> None:
 def test_every_rule_has_a_case() -> None:
     used = {next(at for at, rule in enumerate(RULES) if rule(message, config)) for message, config in REFUSED.values()}
     assert used == set(range(len(RULES)))
+
+
+def test_a_codec_without_cuda_kernels_passes_on_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(admission, "CODES", ("wide",))
+    message = replace(GOOD, device="cuda", backend="nccl")
+    assert admit(message, ON).reason == "no coded route on cuda for codec cascade yet"
+    assert admit(message, replace(ON, codec="wide", nccl_min_bytes=0)).frames
 
 
 def test_coded() -> None:

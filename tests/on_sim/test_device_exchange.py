@@ -157,7 +157,9 @@ def test_auto(route: CudaBackend, asked: int, monkeypatch: pytest.MonkeyPatch) -
     decide = execution.decide
 
     def often(request: Any) -> Any:
-        return [decide(request) for _ in range(1 if dist.get_rank() else asked)][0]
+        if asked == 2 and not dist.get_rank():
+            decide(request)
+        return decide(request)
 
     monkeypatch.setattr(execution, "decide", often)
     even, uneven = [(2048, True)] * 2, [(2048, False)] * 34

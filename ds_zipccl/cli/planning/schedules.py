@@ -63,9 +63,9 @@ def _lossy_bits(args: argparse.Namespace, exponents: Coding) -> tuple[float, flo
     """Bits per value and relative error of lossy gradients, and the bits without loss."""
     lossless = 8 * step.ITEMSIZE[args.dtype] / exponents.ratio
     found = lossy_size(args.gradients, args.dtype, lossless)
-    if found.bits >= lossless:
-        bits = f"{found.bits:.2f} bits per value, without loss it is {lossless:.2f}"
-        raise ToolError(f"{args.gradients} takes {bits}: leave --gradients out")
+    if found is None or found.bits >= lossless:
+        bits = f"{found.bits:.2f} bits per value" if found else "a size that no rule gives"
+        raise ToolError(f"{args.gradients} takes {bits}, without loss it is {lossless:.2f}: leave --gradients out")
     return found.bits, found.error, lossless
 
 

@@ -8,6 +8,8 @@ import torch
 
 from ds_zipccl.frame import BLOCK_LOG2, CodecId
 
+#: Codes of :meth:`.backend.CudaBackend.encode_frames`. A raw frame is the header and the words.
+CODES = ("cascade", "wide", "raw", "delta")
 #: Elements of a block, in coded frames.
 BLOCKS = tuple(1 << log2 for log2 in BLOCK_LOG2[CodecId.EXPONENT])
 #: Bytes of words in one frame: the chunk offsets of a payload reach 64 GiB, those of a delta payload 32 GiB, tables and paddings included.

@@ -29,8 +29,6 @@ __all__ = [
     "DTYPES", "NO_FAILURE", "CudaBackend", "Failure", "GatherTable", "Launch", "Launcher", "Own", "Parameter", "failure_of",
     "frame_bytes", "new_status", "raise_failure",
 ]  # fmt: skip
-#: Codes of :meth:`CudaBackend.encode_frames`. A raw frame is the header and the words.
-CODES = ("cascade", "wide", "raw", "delta")
 MANTISSAS = range(1, 7)
 #: Most blocks of threads of a launch that hashes; each takes 8 KiB at a time.
 HASH_GRID = 1024
@@ -109,7 +107,7 @@ class CudaBackend:
         slot. ``overflows`` (int32, one element; pinned host memory or memory of the device) counts such frames. ``bases``, one for each
         segment, are for the code "delta".
         """
-        arguments.choice("code", code, CODES)
+        arguments.choice("code", code, arguments.CODES)
         arguments.as_many("slots", len(slots), "segments", len(segments))
         rows = self._launches.segment_rows(segments, bases, code, block)
         if not segments:
@@ -133,7 +131,7 @@ class CudaBackend:
         ``headers``: uint8, a row of 32 bytes for each segment. The headers have the overflow flag; :func:`frame_bytes` shows the sizes.
         Each word is read, and nothing but headers is written. ``bases`` are for the code "delta".
         """
-        arguments.choice("code", code, CODES)
+        arguments.choice("code", code, arguments.CODES)
         rows = self._launches.segment_rows(segments, bases, code, block)
         if not segments:
             return
@@ -198,7 +196,7 @@ class CudaBackend:
         Parameters that the table says are raw get raw frames, whatever the code. Other arguments and slots that are too small are as for
         :meth:`encode_frames`; ``bases`` are for the code "delta".
         """
-        arguments.choice("code", code, CODES)
+        arguments.choice("code", code, arguments.CODES)
         arguments.as_many("segments", len(segments), "parameters", table.count)
         device = self._launches.device(segments[0])
         rows = table.encode_rows.copy()
