@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple
@@ -10,11 +11,10 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from ds_zipccl import kernels
-from ds_zipccl.comm import topology
-from ds_zipccl.comm.group_state import group_state
+from ds_zipccl import kernels, tensors
+from ds_zipccl.comm.group_state import group_state, hash_key
 from ds_zipccl.comm.transport import TRANSPORTS, staging
-from ds_zipccl.comm.transport.protocol import TAGS_PER_COLLECTIVE
+from ds_zipccl.comm.transport.protocol import TAGS_PER_COLLECTIVE, TagRange
 from ds_zipccl.comm.work import CommError
 from ds_zipccl.config import ZipcclConfig
 from ds_zipccl.frame import FrameError, FrameErrorCode
@@ -56,11 +56,13 @@ class Call:
     def where(self) -> str:
         """Return the operation, its group and this rank, for messages."""
         name = getattr(self.group, "group_name", "?")
-        return f"{self.op} (group {name!r} of {self.size} ranks, role {self.role}, global rank {dist.get_rank()})"
+        return (
+            f"{self.op} (group {name!r} of {self.size} ranks, role {self.role}, global rank {self.state.global_rank})"
+        )
 
     def global_rank(self, peer: int) -> int:
         """Return the global rank of ``peer``, a rank of this group."""
-        return dist.get_global_rank(self.group, peer)
+        return self.state.ranks[peer]
 
     @contextmanager
     def refusing(self, peer: int) -> Iterator[None]:
@@ -87,7 +89,7 @@ class OpContext(Call):
     ``rank``, ``peers`` and all ranks in schedules are group ranks. ``peers`` is the order of receives, nearest lower rank first; gloo's
     ring adds in the same order. ``nodes``: the ranks by node where the schedule goes by node. ``codec``: the codec of frames without a
     base. ``with_base``: frames may be differences. ``staging``: makes and reads the frames of tensors on a device whose memory the
-    transport does not take; None where there is none.
+    transport does not take; None where there is none. ``hash_key``: see :func:`.group_state.hash_key`.
 
     Args:
         tag: first tag; the group's next tags if None.
@@ -121,10 +123,14 @@ class OpContext(Call):
         if sums and state.flushing is None and state.backend("cpu") == state.backend(self.device):
             state.flushing = self.transport.ask_flushing()
         self._flushing = state.flushing
+        if state.hash_key is None:
+            state.hash_key = hash_key()
+        self.hash_key = state.hash_key
         if rows and self.staging is None and config.route not in state.row_kernels:
             kernel_backend = kernels.preferred(config.route, self.device)
             lacking = kernels.lacking(functools.partial(kernels.row_route, kernel_backend, self.device))
-            state.row_kernels[config.route] = topology.ToldTexts(group, lacking)
+            flag = tensors.of_numbers([bool(lacking)], torch.uint8)
+            state.row_kernels[config.route] = Told(self, flag, "flags of row kernels", TagRange.CALIBRATION + 1).all
         self._row_kernels = state.row_kernels.get(config.route) if rows else None
 
     def tag(self, index: int) -> int:
@@ -163,12 +169,9 @@ class OpContext(Call):
         all ranks have begun their first operation that may have rows.
 
         Raises:
-            CommError: a rank did not begin one within the timeout of the store.
+            CommError: the transport failed.
         """
-        if self._row_kernels is None:
-            return False
-        with self.naming("asking which ranks have kernels of row frames"):
-            return not any(self._row_kernels.all().values())
+        return self._row_kernels is not None and not self._row_kernels().any()
 
     def naming(self, doing: str, peer: int | None = None) -> _Naming:
         """Add the operation, the action ``doing`` and ``peer``, a group rank, to errors of the transport. ``peer`` is None where the
@@ -199,7 +202,7 @@ class Told:
     ``what`` names the contents in errors."""
 
     def __init__(self, ctx: OpContext, mine: torch.Tensor, what: str, tag: int) -> None:
-        self._waiting = f"{ctx.where()}: waiting for {what}"
+        self._waiting, self._lock = f"{ctx.where()}: waiting for {what}", threading.Lock()
         self._all = [mine, *(torch.empty_like(mine) for _ in ctx.peers)]
         self._handles: list[dist.Work] = []
         for peer, theirs in zip(ctx.peers, self._all[1:], strict=True):
@@ -207,15 +210,19 @@ class Told:
                 self._handles += [ctx.transport.post_recv(theirs, peer, tag), ctx.transport.post_send(mine, peer, tag)]
 
     def all(self) -> torch.Tensor:
-        """Return the tensors of all ranks, stacked, this rank first and then its peers. Blocks until all have arrived; may be called again.
+        """Return the tensors of all ranks, stacked, this rank first and then its peers. Blocks until all have arrived; may be called again,
+        from any thread.
 
         Raises:
             CommError: the tensor of a rank did not arrive.
         """
-        try:
-            for handle in self._handles:
-                handle.wait()
-        except RuntimeError as error:
-            raise CommError(f"{self._waiting}: {error}") from error
-        self._handles = []
+        with (
+            self._lock
+        ):  # one wait ends a receive of gloo; all who come here wait for messages that are posted on all ranks
+            try:
+                for handle in self._handles:
+                    handle.wait()
+            except RuntimeError as error:
+                raise CommError(f"{self._waiting}: {error}") from error
+            self._handles = []
         return torch.stack(self._all)

@@ -48,9 +48,11 @@ class GroupState:
         self.unreserved = False
         #: See :meth:`.transport.protocol.Transport.ask_flushing`; None before the first sum.
         self.flushing: Callable[[], Sequence[bool]] | None = None
-        #: By the name of the kernel backend: why ranks lack the kernels of row frames. Asked by the first operation that may have rows.
-        self.row_kernels: dict[str, topology.ToldTexts] = {}
-        self.hash_key: bytes | None = None  # of the default group
+        #: By the name of the kernel backend: flags of ranks without kernels of row frames. Asked by the first operation that may have rows.
+        self.row_kernels: dict[str, Callable[[], torch.Tensor]] = {}
+        self.hash_key: bytes | None = None  # see hash_key()
+        #: Global ranks of the group, and that of this rank: an operation may outlive destroy_process_group(), and torch's tables do not.
+        self.ranks, self.global_rank = dist.get_process_group_ranks(group), dist.get_rank()
         pairs = (pair.split(":") for pair in dist.get_backend_config(group).split(","))
         # under DETAIL torch compares the ranks' numbers of messages, and refuses a program where the numbers differ
         detail = " under TORCH_DISTRIBUTED_DEBUG=DETAIL" if get_debug_level() == DebugLevel.DETAIL else ""
@@ -132,7 +134,8 @@ def group_state(group: dist.ProcessGroup | None) -> GroupState | None:
 
 
 def hash_key() -> bytes:
-    """Return the key of this job's hashes: random bytes that one rank has drawn, which no writer of training data knows.
+    """Return the key of this job's hashes: random bytes that one rank has drawn, which no writer of training data knows. An operation uses
+    that of its context, as it may outlive the default group.
 
     The first call blocks for the rendezvous store; no rank waits for another one there.
     """
@@ -143,9 +146,9 @@ def hash_key() -> bytes:
     return world.hash_key
 
 
-def region_hash(words: torch.Tensor, *, route: str = "auto") -> bytes:
-    """Return :func:`ds_zipccl.region_hash` with :func:`hash_key`; blocks."""
-    return codecs.region_hash(words, key=hash_key(), route=route)
+def region_hash(words: torch.Tensor, key: bytes | None = None, *, route: str = "auto") -> bytes:
+    """Return :func:`ds_zipccl.region_hash` with a key, :func:`hash_key` if None; blocks."""
+    return codecs.region_hash(words, key=hash_key() if key is None else key, route=route)
 
 
 def group_size(group: dist.ProcessGroup | None) -> int:

@@ -285,7 +285,7 @@ def compare_by(
         with suppress(RuntimeError):
             tell(problem_of(call, error))
         raise
-    said = {dist.get_global_rank(call.group, rank): text for rank, text in tell("").items() if text}
+    said = {call.global_rank(rank): text for rank, text in tell("").items() if text}
     if said:
         first = min(said)
         others = f"; so did ranks {sorted(said)[1:]}" if len(said) > 1 else ""

@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import itertools
 import os
+import secrets
 import socket
-import threading
+import time
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
-_PREFIX, _SECRET = "ds_zipccl/nodes", "ds_zipccl/hash key"
-#: Numbers of the calls of :func:`tell` of each group, equal on all ranks of the group.
-_rounds: WeakKeyDictionary[dist.ProcessGroup, Iterator[int]] = WeakKeyDictionary()
+_PREFIX, _SECRET = "ds_zipccl/texts", "ds_zipccl/hash key"
+#: Seconds between two messages about missing ranks (seed).
+PATIENCE = 30.0
 
 
 def here() -> str:
@@ -45,51 +48,136 @@ def find(group: dist.ProcessGroup, place: str = "") -> dict[int, int]:
     return {rank: numbers.setdefault(name, len(numbers)) for rank, name in names.items()}
 
 
-class ToldTexts:
-    """The texts that all ranks of a group tell each other. Texts go through the rendezvous store, because a group of one backend may take
-    no CPU tensors. Every rank makes this object at the same call of the group; making waits for no other rank."""
+def pause(store: dist.Store, key: str, seconds: float) -> None:
+    """Let other threads use the store before the next look for a key."""
+    time.sleep(seconds)
 
-    def __init__(self, group: dist.ProcessGroup, text: str) -> None:
-        prefix = f"{_PREFIX}/{group.group_name}/{next(_rounds.setdefault(group, itertools.count()))}"
-        self._keys = {rank: f"{prefix}/{rank}" for rank in dist.get_process_group_ranks(group)}
-        _get_default_store().set(self._keys[dist.get_rank()], text)
-        self._texts: dict[int, str] = {}
-        self._lock = threading.Lock()
 
-    def all(self) -> dict[int, str]:
-        """Return a map from global rank to the text of that rank. Blocks until all have told theirs; may be called again, from any thread.
+class _Life:
+    """The exchanges of texts of one group, in the rendezvous store: a group of one backend may take no CPU tensors.
 
-        Raises:
-            RuntimeError: a rank did not tell its text within the timeout of the store.
-        """
-        with self._lock:
-            if not self._texts:
-                store = _get_default_store()
-                try:
-                    found = store.multi_get(list(self._keys.values()))
-                except RuntimeError as error:  # it names a key
-                    late = [rank for rank, key in self._keys.items() if not store.check([key])]
-                    text = f"ranks {late} did not come within the timeout of the rendezvous store; see their output"
-                    raise RuntimeError(text) from error
-                self._texts = {
-                    rank: said.decode(errors="replace") for rank, said in zip(self._keys, found, strict=True)
-                }
-        return self._texts
+    The store may outlive the group, and another group may get its name. So every exchange is under a token of this group's life, which its
+    lowest rank draws. The other ranks draw numbers and ask with them; the answer to a number lies under a key with that number, where no
+    other life finds or leaves one. The question of an earlier life may still be there when the lowest rank first looks, and so it looks
+    again, until all ranks have sent a text.
+
+    A client of the store has one lock, which torch holds while it waits for a key. So nothing here waits in the store: other threads of
+    this process may have to use it before a peer can come.
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._ranks, self._me = dist.get_process_group_ranks(group), dist.get_rank()
+        self._prefix, self._number = f"{_PREFIX}/{group.group_name}", secrets.token_hex(16)
+        self._leads = self._me == min(self._ranks)
+        self._token = self._number if self._leads else ""
+        self._answered: dict[int, bytes] = {}
+        self._rounds: defaultdict[str, Iterator[int]] = defaultdict(itertools.count)
+        _get_default_store().set(f"{self._prefix}/{self._me}", self._number)
+
+    def exchange(
+        self, kind: str, text: str, timeout: timedelta, late: Callable[[list[int]], None] | None
+    ) -> tuple[dict[int, str], list[int]]:
+        """See :func:`collect`."""
+        store, end = _get_default_store(), time.monotonic() + timeout.total_seconds()
+        round_, answer = next(self._rounds[kind]), f"{self._prefix}/{self._me}/{self._number}"
+        if not self._token and self._comes(store, answer, end, late, self._prefix):
+            self._token = store.get(answer).decode()
+        if not self._token:
+            return {}, self._missing(store, self._prefix)
+        prefix = f"{self._prefix}/{self._token}/{kind}/{round_}"
+        store.set(f"{prefix}/{self._me}", text)
+        if store.add(f"{prefix}/count", 1) == len(self._ranks):
+            store.set(f"{prefix}/all", "")
+        complete = self._comes(store, f"{prefix}/all", end, late, prefix)
+        missing = [] if complete else self._missing(store, prefix)
+        came = [rank for rank in self._ranks if rank not in missing]
+        texts = store.multi_get([f"{prefix}/{rank}" for rank in came])
+        return {rank: said.decode(errors="replace") for rank, said in zip(came, texts, strict=True)}, missing
+
+    def _comes(
+        self, store: dist.Store, key: str, end: float, late: Callable[[list[int]], None] | None, prefix: str
+    ) -> bool:
+        """Return whether a key comes before ``end``. Blocks."""
+        begin = said = now = time.monotonic()
+        while not store.check([key]):
+            unasked, now = self._answer(store) if self._leads else "", time.monotonic()
+            if now >= end:
+                return False
+            if late is not None and now - said >= PATIENCE:
+                said = now
+                late(self._missing(store, prefix))
+            pause(store, unasked or key, min(max(1e-3, (now - begin) / 10), 0.05))
+        return True
+
+    def _answer(self, store: dist.Store) -> str:
+        """Answer the questions of other ranks with the token, and return the key of one that has not come; "" where all have."""
+        unasked = ""
+        for rank in self._ranks:
+            key = f"{self._prefix}/{rank}"
+            if not store.check([key]):
+                unasked = key
+            elif (number := store.get(key)) != self._answered.get(rank):
+                self._answered[rank] = number
+                store.set(f"{key}/{number.decode()}", self._token)
+        return unasked
+
+    def _missing(self, store: dist.Store, prefix: str) -> list[int]:
+        """Return the ranks with no key under ``prefix``; the lowest one where it has not answered."""
+        missing = [rank for rank in self._ranks if not store.check([f"{prefix}/{rank}"])]
+        return missing if missing or self._token else [min(self._ranks)]
+
+
+_lives: WeakKeyDictionary[dist.ProcessGroup, _Life] = WeakKeyDictionary()
+
+
+def collect(
+    group: dist.ProcessGroup,
+    text: str,
+    kind: str,
+    timeout: timedelta | None = None,
+    late: Callable[[list[int]], None] | None = None,
+) -> tuple[dict[int, str], list[int]]:
+    """Exchange texts between all ranks of a group. Every rank of the group calls, and blocks until all have called, for ``timeout`` at
+    most; without one for that of the store.
+
+    Args:
+        kind: ranks get the texts of the other ranks' call of the same kind, the n-th of the n-th.
+        late: is called with the global ranks that are missing, every :data:`PATIENCE` seconds.
+
+    Returns:
+        A map from global rank to the text of that rank; and the ranks whose text is missing after the timeout.
+
+    Raises:
+        RuntimeError: the store does not answer.
+    """
+    try:
+        if group not in _lives:
+            _lives[group] = _Life(group)
+        return _lives[group].exchange(kind, text, timeout or _get_default_store().timeout, late)
+    except RuntimeError as error:
+        raise RuntimeError(
+            f"the rendezvous store does not answer; see the output of the rank that hosts it, often 0: {error}"
+        ) from error
 
 
 def tell(group: dist.ProcessGroup, text: str) -> dict[int, str]:
-    """Return :meth:`ToldTexts.all` of a text that this rank tells. Every rank of the group calls, and blocks until all have called.
+    """Return a map from global rank to the text that this rank tells. Every rank of the group calls, and blocks until all have called.
 
     Raises:
-        RuntimeError: a rank did not call within the timeout of the store.
+        RuntimeError: a rank did not call within the timeout of the store, or the store does not answer.
     """
-    return ToldTexts(group, text).all()
+    said, late = collect(group, text, "texts")
+    if late:
+        raise RuntimeError(f"ranks {late} did not come within the timeout of the rendezvous store; see their output")
+    return said
 
 
 def secret() -> bytes:
     """Return 16 random bytes, the same on all ranks of the job: those of the first to ask. Blocks for the rendezvous store alone."""
-    mine = os.urandom(16).hex()
-    return bytes.fromhex(_get_default_store().compare_set(_SECRET, "", mine).decode())
+    store = _get_default_store()
+    with contextlib.suppress(AttributeError, RuntimeError):  # older torch and stores of users have no clone()
+        store = store.clone()  # torch may hold the lock of the client until a peer comes, in another thread
+    return bytes.fromhex(store.compare_set(_SECRET, "", secrets.token_hex(16)).decode())
 
 
 def by_node(group: dist.ProcessGroup, found: dict[int, int]) -> list[list[int]]:

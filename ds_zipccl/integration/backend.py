@@ -18,7 +18,7 @@ from ds_zipccl.comm.ops import reduce_to_owners
 from ds_zipccl.comm.ops.reduce_to_owners import Owners
 from ds_zipccl.integration import hints, hook_points, start_up, torch_calls
 from ds_zipccl.integration.hook_points import HookPoint
-from ds_zipccl.integration.job import BYPASSED, Job, overriding_section
+from ds_zipccl.integration.job import BYPASSED, Job, of_process, overriding_section
 from ds_zipccl.integration.lossy import calls as lossy_calls
 from ds_zipccl.integration.lossy.powersgd import PowerSum
 from ds_zipccl.integration.zero import buckets, gathers
@@ -190,29 +190,28 @@ class ZipcclBackend(TorchBackend):  # type: ignore[misc]
             zero_stage: the ZeRO stage of the engine, None if there is no engine.
 
         Raises:
-            ConfigError: the section is invalid, or differs between ranks, or from the section of another engine of this process.
+            ConfigError: the section is invalid, or differs between ranks, or from the section of another engine or model of this process.
         """
         if zero_stage is not None:
             self.job.zero_stages |= {zero_stage}
-        config = self.job.accept(section)
-        if config is None:
-            return
-        device = _device()
-        start_up.load_kernels(config, device)
-        config = start_up.with_all_kernels(config, device)
-        if not config.enabled:
+        job, device = of_process(), _device()
+        begins = start_up.accept(job, section, device)
+        if (config := job.config) is None or self.job is job:
             return
         hook_points.skip_frames()
-        self.job.untraced = {
+        job.untraced = {
             name: hook_points.outside_graphs(getattr(type(self), name).coded)
             if op.coded
             else getattr(TorchBackend, name)
             for name, op in OFFERED.items()
         }
-        self.job.config = config
+        job.zero_stages |= self.job.zero_stages
+        job.groups.update(self.job.groups)
+        self.job = job
         if config.torch_distributed:
-            torch_calls.wrap(self.job)
-        start_up.begin(self.job, config, device, lossy_calls.unhooked(config))
+            torch_calls.wrap(job)
+        if begins:
+            start_up.begin(job, config, device, lossy_calls.unhooked(config))
 
     def batch_isend_irecv(self, p2p_op_list: list[Any]) -> list[Any]:
         """Start all sends and receives, those of CPU tensors by :meth:`isend` and :meth:`irecv`; return their handles.

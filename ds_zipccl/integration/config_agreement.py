@@ -2,30 +2,22 @@
 
 from __future__ import annotations
 
-import contextlib
-import itertools
 import json
-import time
 from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any
 
-import torch.distributed as dist
-from torch.distributed.distributed_c10d import Store, _get_default_store
-
 from ds_zipccl import __version__
+from ds_zipccl.comm import topology
+from ds_zipccl.comm.group_state import resolve_group
 from ds_zipccl.config import ConfigError
 
 #: Text of a rank without a section.
 ABSENT = "absent"
-_PREFIX = "ds_zipccl/config"
-#: Time between two messages about missing ranks (seed).
-_PATIENCE = timedelta(seconds=30)
 #: A rank without a section waits this long at most (seed): its user did not ask for coding.
 _COURTESY = timedelta(seconds=60)
 #: Time for all ranks to read a disagreement before the rank that hosts the store leaves (seed).
 _FAREWELL = timedelta(seconds=10)
-_rounds = itertools.count()
 
 
 def canonical(section: Mapping[str, Any] | None) -> str:
@@ -42,17 +34,14 @@ def agree(text: str, timeout: timedelta) -> None:
     Raises:
         ConfigError: ranks differ, or a rank brought no text within ``timeout``; the message names the ranks.
     """
-    ranks, me = dist.get_world_size(), dist.get_rank()
-    prefix = f"{_PREFIX}/{next(_rounds)}"
-    store = _get_default_store()
-    keys = [f"{prefix}/{rank}" for rank in range(ranks)]
-    store.set(keys[me], text if text == ABSENT else _with_version(text))
-    silent = _wait(store, keys, min(timeout, _COURTESY) if text == ABSENT else timeout)
-    said = {rank: store.get(key).decode(errors="replace") for rank, key in enumerate(keys) if rank not in silent}
+    group = resolve_group(None)
+    mine = text if text == ABSENT else _with_version(text)
+    patience = min(timeout, _COURTESY) if text == ABSENT else timeout
+    said, silent = topology.collect(
+        group, mine, "sections", patience, lambda late: print(f"[ds_zipccl] waiting: {_missing(late)}", flush=True)
+    )
     if len(set(said.values())) > 1:
-        store.set(f"{prefix}/{me}/read", "")
-        with contextlib.suppress(RuntimeError):
-            store.wait([f"{prefix}/{rank}/read" for rank in said], _FAREWELL)
+        topology.collect(group, "", "sections read", _FAREWELL)
         raise ConfigError(_difference(said))
     if silent and text != ABSENT:
         raise ConfigError(_missing(silent))
@@ -64,20 +53,6 @@ def _with_version(text: str) -> str:
     if not isinstance(section, dict):  # no rank accepts it, once all have compared theirs
         section = {"section": section}
     return json.dumps({"version of ds_zipccl": __version__, **section}, sort_keys=True)
-
-
-def _wait(store: Store, keys: list[str], timeout: timedelta) -> list[int]:
-    """Wait for the keys of all ranks, print the missing ranks now and then, and return the ranks missing at the end."""
-    deadline = time.monotonic() + timeout.total_seconds()
-    silent = list(range(len(keys)))
-    while (left := deadline - time.monotonic()) > 0:
-        try:
-            store.wait(keys, min(_PATIENCE, timedelta(seconds=left)))
-            return []
-        except RuntimeError:  # torch's DistStoreError is one
-            silent = [rank for rank, key in enumerate(keys) if not store.check([key])]
-            print(f"[ds_zipccl] waiting: {_missing(silent)}", flush=True)
-    return silent
 
 
 def _missing(silent: list[int]) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, ref
 
 import torch
 import torch.distributed as dist
@@ -112,11 +112,12 @@ class Bypass:
 
 @dataclass(eq=False)
 class Job:
-    """State that all engines and all communication of a process share.
+    """State that all engines, models and communication of a process share.
 
-    Life: the DeepSpeed backend creates its one Job with itself. ``ZipcclBackend.configure`` accepts a section and switches coding on, once.
-    From then on the section stays, as communication is shared: every later engine must bring the same section or none. The hooks add the
-    facts about engines. The Job ends with its backend, that is with the process.
+    Life: :func:`of_process` creates the Job of a default group. ``ZipcclBackend.configure`` or ``fsdp.apply`` accepts a section and
+    switches coding on, once. From then on the section stays, as communication is shared: every later engine or model must bring the same
+    section or none. The hooks add the facts about engines. A process that enters another default group, as the survivors of a failure do,
+    has another Job: it must do what a process does that is new there. A DeepSpeed backend has an idle Job until it is configured.
     """
 
     #: The accepted config; None until a section switches coding on.
@@ -190,3 +191,15 @@ class Job:
         if role and group is not dist.group.WORLD:
             self.groups[group] = role
         return role
+
+
+_of_process: tuple[Callable[[], dist.ProcessGroup | None], Job] | None = None
+
+
+def of_process() -> Job:
+    """Return the Job of the default group of this process."""
+    global _of_process
+    world = resolve_group(None)
+    if _of_process is None or _of_process[0]() is not world:
+        _of_process = ref(world), Job()
+    return _of_process[1]

@@ -8,6 +8,7 @@ import contextlib
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -26,6 +27,23 @@ from ds_zipccl.telemetry.step_log import StepLog
 _LOSSY_FUNCTION = "encode_rounded"
 #: What to do about ranks without C++ kernels.
 _REMEDY = "install a C++ compiler or a wheel of ds_zipccl with its library"
+
+
+def accept(job: Job, section: Mapping[str, Any] | None, device: torch.device) -> bool:
+    """Agree on a section with all ranks, and set the config of the job where the section switches coding on. A collective; blocks.
+
+    Returns:
+        Whether coding was switched on now; :func:`begin` must follow.
+
+    Raises:
+        ConfigError: see :meth:`.Job.accept`.
+    """
+    config = job.accept(section)
+    if config is not None:
+        load_kernels(config, device)
+        config = with_all_kernels(config, device)
+        job.config = config if config.enabled else None
+    return config is not None and config.enabled
 
 
 def begin(job: Job, config: ZipcclConfig, device: torch.device, unhooked: Mapping[str, str]) -> None:

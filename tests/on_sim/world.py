@@ -15,6 +15,7 @@ from sim.world import ALL_MODES, Machine, Modes, Outcome, replacing
 
 from ds_zipccl import devices, kernels, tensors
 from ds_zipccl.codecs import memory
+from ds_zipccl.comm import topology
 from ds_zipccl.comm.device import streams
 from ds_zipccl.comm.transport import staging
 from ds_zipccl.kernels import KernelBackend
@@ -63,6 +64,7 @@ def _installed(route: KernelBackend | None) -> Iterator[None]:
         (tensors, "is_traced", is_traced),
         (memory, "has_words", lambda tensor: isinstance(tensor, Simulated) or has_words(tensor)),
         (launches, "observer", observe),
+        (topology, "pause", lambda store, key, seconds: store.wait([key])),  # the scheduler sees who waits for what
     ]
     routes = kernels.ROUTES["cuda"]
     try:

@@ -13,7 +13,7 @@ from ds_zipccl.codecs import CODECS, compress, compress_bound, compress_segments
 from ds_zipccl.codecs.known import NO_KEY
 from ds_zipccl.comm.buffer_pool import PooledBuffers
 from ds_zipccl.comm.context import OpContext
-from ds_zipccl.comm.group_state import hash_key, region_hash
+from ds_zipccl.comm.group_state import region_hash
 from ds_zipccl.kernels import sums as plain_sums
 from ds_zipccl.policy import wire
 from ds_zipccl.telemetry import ranges
@@ -122,7 +122,7 @@ class FrameCoder:
         with ranges.inside(ranges.DECODE, self.refusing(peer)):
             if self._staging is not None:
                 return self._staging.decompress(frame, out, partial(self._ctx.refusal, peer))
-            key = NO_KEY if base is None else hash_key()
+            key = NO_KEY if base is None else self._ctx.hash_key
             data = out.data  # torch's collectives count no version either
             decompress(frame, data, base=base, earlier=earlier, key=key, route=self.route)
             return out
@@ -130,8 +130,8 @@ class FrameCoder:
     def hash(self, words: torch.Tensor) -> bytes:
         """Return the hash of flat words, with the key of the job; blocks, and waits for the device of the words."""
         if self._staging is None:
-            return region_hash(words, route=self.route)
-        return self._staging.hash(words, hash_key())
+            return region_hash(words, self._ctx.hash_key, route=self.route)
+        return self._staging.hash(words, self._ctx.hash_key)
 
     def decompress_add(self, frame: torch.Tensor, peer: int, dtype: torch.dtype, sums: torch.Tensor) -> None:
         """Add the values in the frame of ``peer``, whose dtype is ``dtype``, to ``sums``.

@@ -160,16 +160,16 @@ def abandoning(ctx: OpContext, base: Base) -> Iterator[None]:
 
 def _objection(ctx: OpContext, last: torch.Tensor | None, places: Sequence[torch.Tensor]) -> str:
     """Return the reason why this rank's shard must go in full; "" if every rank holds the shard of the last gather. Uses exchange 0."""
-    answers = swap(ctx, 0, ctx.peers, (hashed(places[peer]) for peer in ctx.peers), HASH_BYTES)
+    answers = swap(ctx, 0, ctx.peers, (hashed(ctx, places[peer]) for peer in ctx.peers), HASH_BYTES)
     if last is None:
         return NOTHING_THERE
-    own = hashed(last)
+    own = hashed(ctx, last)
     return "" if all(torch.equal(own, answer) for answer in answers.values()) else SOMETHING_ELSE
 
 
-def hashed(region: torch.Tensor) -> torch.Tensor:
+def hashed(ctx: OpContext, region: torch.Tensor) -> torch.Tensor:
     """Return the hash of a region as a message."""
-    return tensors.of_buffer(bytearray(region_hash(region)))
+    return tensors.of_buffer(bytearray(region_hash(region, ctx.hash_key)))
 
 
 class SharedBase(Base):

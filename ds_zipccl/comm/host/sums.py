@@ -222,7 +222,7 @@ def sum_alike(ctx: OpContext, whole: torch.Tensor, reduction: Reduction) -> bool
     A rank cannot know by itself that its tensor is the same elsewhere. So each rank tells every other rank a hash of 16 bytes first. All
     ranks see the same hashes, so that all of them add by themselves or none does. The sum has the bits of the sum over messages.
     """
-    own = hashed(whole)
+    own = hashed(ctx, whole)
     answer = tensors.empty(HASH_BYTES, torch.uint8)
     alike = True
     with open_exchange(ctx, _HASHES, control=True) as exchange:

@@ -22,7 +22,7 @@ from ds_zipccl.config import SECTION, ZipcclConfig
 from ds_zipccl.integration import start_up
 from ds_zipccl.integration.fsdp.collectives import AllGather, ReduceScatter
 from ds_zipccl.integration.fsdp.parameters import Parameters, Unit
-from ds_zipccl.integration.job import Job
+from ds_zipccl.integration.job import Job, of_process
 from ds_zipccl.telemetry import table
 
 _Model = TypeVar("_Model", bound=torch.nn.Module)
@@ -39,7 +39,7 @@ class _Process:
     are logged."""
 
     def __init__(self) -> None:
-        self.job = Job()
+        self.job = of_process()
         self._reduced: set[Unit] = set()
         self._models: WeakSet[Parameters] = WeakSet()
         self._logged: Any = None  # a handle of torch
@@ -104,6 +104,7 @@ def apply(model: _Model, section: Mapping[str, Any] | str | os.PathLike[str] | N
     if not modules:
         raise ValueError(f"{type(model).__name__} has no module of fully_shard; call fully_shard(model) first")
     process = _process = _process or _Process()
+    process.job = of_process()
     said: list[str] = []
     units = [unit for name, module in modules.items() if (unit := _unit(name, module, said)) is not None]
     device = next((unit.param_group.device for unit in units), torch.device("cpu"))
@@ -192,13 +193,9 @@ def _unit(name: str, module: Any, said: list[str]) -> Unit | None:
 
 def _start(job: Job, section: Any, device: torch.device) -> ZipcclConfig | None:
     """Agree on the section, and switch coding on at the first call; None: coding is off. A collective; blocks."""
-    config = job.accept(_read(section, job.section is not None))
-    if config is not None:
-        start_up.load_kernels(config, device)
-        job.config = config = start_up.with_all_kernels(config, device)
-        if config.enabled:
-            start_up.begin(job, config, device, dict.fromkeys(config.lossy_roles, _EXACT))
-    return job.config if job.config is not None and job.config.enabled else None
+    if start_up.accept(job, _read(section, job.section is not None), device) and job.config is not None:
+        start_up.begin(job, job.config, device, dict.fromkeys(job.config.lossy_roles, _EXACT))
+    return job.config
 
 
 def _read(section: Any, running: bool) -> Any:

@@ -134,7 +134,7 @@ class Outgoing:
         if hashes is None:
             self._post_rest(self._post_first())
             return
-        kind, digest = (flat.dtype, flat.numel()), region_hash(flat, route=self._ctx.config.route)
+        kind, digest = (flat.dtype, flat.numel()), region_hash(flat, self._ctx.hash_key, route=self._ctx.config.route)
         with hashes.lock:
             if hashes.get(kind) == digest:
                 rest = None
