@@ -82,6 +82,15 @@ class Call:
         """Return an error with the operation, the group, this rank and the problem."""
         return CommError(f"{self.where()}: {problem}")
 
+    def naming(self, doing: str, peer: int | None = None) -> _Naming:
+        """Add the operation, the action ``doing`` and ``peer``, a group rank, to errors of the transport. ``peer`` is None where the
+        action names the rank.
+
+        Raises:
+            CommError: from the transport's error.
+        """
+        return _Naming(self, doing, peer)
+
 
 class OpContext(Call):
     """One operation of this rank. Contexts are made in program order on every rank, because each takes the next tags of the group.
@@ -173,18 +182,9 @@ class OpContext(Call):
         """
         return self._row_kernels is not None and not self._row_kernels().any()
 
-    def naming(self, doing: str, peer: int | None = None) -> _Naming:
-        """Add the operation, the action ``doing`` and ``peer``, a group rank, to errors of the transport. ``peer`` is None where the
-        action names the rank.
-
-        Raises:
-            CommError: from the transport's error.
-        """
-        return _Naming(self, doing, peer)
-
 
 class _Naming(NamedTuple):  # no generator: every message enters several, and a generator takes twice the calls
-    ctx: OpContext
+    ctx: Call
     doing: str
     peer: int | None
 

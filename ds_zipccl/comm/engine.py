@@ -47,6 +47,9 @@ class Engine(Protocol):
             CommError: the call is not possible now, by frames or plain.
         """
 
+    def largest(self, request: Request, *numbers: int) -> list[int]:
+        """Return the largest of all ranks of each number, before a call with owners; blocks. Engines without such calls need it not."""
+
     def start(self, request: Request, decision: Decision, timer: CallTimer | None = None) -> Any:
         """Execute a call by frames, and count its bytes; see :func:`start`."""
 

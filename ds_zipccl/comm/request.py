@@ -158,12 +158,11 @@ class Request:
 
     @property
     def plain_sums(self) -> bool:
-        """Return whether the sum is the plain collective's own, so that the call passes. A device can add slices for one owner each, with
+        """Return whether the sum is the plain collective's own, so that the call passes. A device can add slices for their owners, with
         ``nccl`` auto only where that has the bits of the plain sum."""
-        owned = self.sum.owned
         other_bits = self.options.config.nccl == "auto" and self.sum.tolerance == "rounding"
         return self.sum.reduction.plain and not (
-            owned.spans and owned.disjoint and not other_bits and group_streams(self.group, self.tensor.device.type)
+            self.sum.owned.spans and not other_bits and group_streams(self.group, self.tensor.device.type)
         )
 
     @property

@@ -136,6 +136,12 @@ class PassReason(Enum):
         "group are on one node, or its nodes have different numbers of ranks; there our sums would send more than NCCL's.",
         'None is needed. `"reduction": "fp32"` with `"mode": "always"` codes the sums of every group.',
     )
+    OWNERS = (
+        "ranks reduce different parameters",
+        "Ranks once filled a gradient bucket with different parameters, or in another order. DeepSpeed adds such buckets place by place, "
+        "and so does a plain sum; coded sums go to the ranks that keep each parameter, on which the ranks must agree.",
+        "Let all ranks use the same parameters in the same order; DeepSpeed's own sums mix up the gradients of different ones.",
+    )
     DEVICE = (
         "no coded route on {} yet",
         "The tensor lies on a device without kernels, or without those of the codec, or has a sparse layout; the table names them.",

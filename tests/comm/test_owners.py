@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import io
 import itertools
 import random
 from collections.abc import Callable, Sequence
@@ -33,7 +35,7 @@ from ds_zipccl.comm.ops.reduce_to_owners import Owners, spans_of
 from ds_zipccl.comm.reduction_order import Owned
 from ds_zipccl.config import ZipcclConfig
 from ds_zipccl.policy import admission, cost_model, trial
-from ds_zipccl.policy.admission import Message
+from ds_zipccl.policy.admission import Message, PassReason
 from ds_zipccl.telemetry import counters
 
 #: Called one after the other on the same bits.
@@ -126,6 +128,53 @@ runner.together(3, sizes_for(3))(as_all_reduce)
 runner.together(4, sizes_for(4), full="four ranks on two cores")(as_all_reduce)
 for ranks in (2, 3):
     runner.together(ranks, as_all_reduce, ([7, 1000, 20001],), file=__name__)(in_small_pieces)
+
+
+#: Owners that differ between ranks: lists by which all would wait for each other, none, other borders, and some that only one rank has.
+UNLIKE: dict[str, Callable[[int, int, int], Owners]] = {
+    "itself": lambda rank, ranks, size: [(size, (rank,))],
+    "the next": lambda rank, ranks, size: [(size, ((rank + 1) % ranks,))],
+    "borders": lambda rank, ranks, size: [(size // 2 + rank, (0,)), (size - size // 2 - rank, (1,))],
+    "nobody": lambda rank, ranks, size: [(size, (0,) if rank else ())],
+    "several": lambda rank, ranks, size: [(size, range(ranks) if rank else (0,))],
+}
+
+
+def unlike_owners(
+    rank: int, ranks: int, name: str, config: ZipcclConfig, group: dist.ProcessGroup | None = None, device: str = "cpu"
+) -> None:
+    """Plain sums once owners differ, also where they agree again; one line says so."""
+    alike, said, size = one_owner(random.Random(0), 20_001, ranks), io.StringIO(), 20_001
+    counters.reset()
+    for call, owned in enumerate([alike, UNLIKE[name](rank, ranks, size), alike, UNLIKE[name](rank, ranks, size)]):
+        want = (mine := bell(rank, size, corpus.BF16, call).to(device)).clone()
+        dist.all_reduce(want, group=group)
+        with contextlib.redirect_stdout(said) if device == "cpu" else contextlib.nullcontext():
+            comm.reduce_to_owners(mine, owned, group=group, config=config)
+        own = mask(owned, rank) if call == 0 else slice(None)
+        corpus.assert_same_bits(mine.cpu()[own], want.cpu()[own])
+    if device == "cpu":
+        assert counters.rows()[0]["reasons"][PassReason.OWNERS.value] == 3
+        assert said.getvalue().count("ranks reduce different parameters") == (rank == 0), said.getvalue()
+
+
+@runner.together(2)
+@runner.together(3)
+def owners_differ(rank: int, ranks: int) -> None:
+    for name, config in itertools.product(UNLIKE, (CODED, AUTO)):
+        unlike_owners(rank, ranks, name, config, dist.new_group())
+
+
+def on_both_sides_of_min_bytes(rank: int, ranks: int) -> None:
+    tensor = torch.ones(40_000 - 20_000 * rank, dtype=torch.bfloat16)
+    comm.reduce_to_owners(tensor, [(tensor.numel(), (0,))], config=replace(AUTO, min_bytes=65_536))
+
+
+def test_buckets_on_both_sides_of_min_bytes_fail_as_plain_ones() -> None:
+    """gloo ends a rank or its connection at once; nobody waits for the times of a rank that sends none."""
+    with pytest.raises(runner.RankFailure) as found:
+        runner.run(on_both_sides_of_min_bytes, 2, timeout=60)
+    assert "the times that ranks measured" not in str(found.value)
 
 
 def grid_of_the_shard() -> None:

@@ -218,10 +218,24 @@ def test_plain_sums_for_owners(route: CudaBackend, ranks: int, monkeypatch: pyte
         sizes = (2051,) if in_pieces else (7, 2000, 2051)
         world.run(plain_owners, ranks, nodes_of(ranks, 1), sizes, modes=world.ALL_MODES[-1], route=route)
         (row,) = counters.rows()
-        assert not row["host_waits"] and set(row["reasons"]) == {PassReason.PLAIN_SUMS.value}
+        assert row["host_waits"] == len(to_owners.MAPS) * len(sizes) * ranks  # for the owners of the others
+        assert set(row["reasons"]) == {PassReason.PLAIN_SUMS.value}
         # slices with several owners pass
         assert (row["calls"], row["passed"]) == (4 * len(sizes) * ranks, len(sizes) * ranks)
         assert row["wire_bytes"] <= 0.51 * row["logical_bytes"]
+
+
+@pytest.mark.parametrize("name", to_owners.UNLIKE)
+@pytest.mark.parametrize("reduction", ["plain", "fp32"])
+def test_owners_that_differ(route: CudaBackend, name: str, reduction: str) -> None:
+    config = ZipcclConfig(**{**ALWAYS, "reduction": reduction})
+    world.run(unlike, 2, name, config, modes=world.ALL_MODES[-1], route=route)
+    (row,) = counters.rows()
+    assert row["reasons"][PassReason.OWNERS.value] == 6
+
+
+def unlike(rank: int, ranks: int, name: str, config: ZipcclConfig) -> None:
+    to_owners.unlike_owners(rank, ranks, name, config, device=f"cuda:{rank}")
 
 
 # --- planted mistakes

@@ -92,6 +92,13 @@ def start(request: Request, decision: Decision, timer: CallTimer | None = None) 
     return handle if request.async_op else None
 
 
+@torch.inference_mode()
+@tensors.undisturbed()
+def largest(request: Request, *numbers: int) -> list[int]:
+    """Return the largest of all ranks of each number, see :func:`.sizes.largest`. A collective of the request's group; the host waits."""
+    return sizes.largest(DeviceContext(*request.call("raw")), *numbers)
+
+
 def _flat_on_stream(ctx: DeviceContext, request: Request) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """Return the inputs and outputs of a request, flat.
 

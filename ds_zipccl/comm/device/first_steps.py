@@ -120,7 +120,7 @@ class FirstSteps:
                 lacks = self._fail(role, error)
         ctx.streams.order(Stage.DECODE, Stage.ENCODE)
         try:
-            if not largest(ctx, lacks):
+            if not largest(ctx, lacks)[0]:
                 _move(ctx, request, sources, got)
                 with ctx.streams.on(Stage.DECODE):
                     self._look(kind, *(some[0] if len(some) == 1 else torch.cat(some) for some in (got, want)))
@@ -189,7 +189,7 @@ class FirstSteps:
     def _on_any_rank(self, found: bool) -> bool:
         ctx = DeviceContext("first steps", resolve_group(None), self._config, "dp", self._config.codec, self._device)
         with torch.inference_mode():
-            return bool(largest(ctx, int(found)))
+            return bool(largest(ctx, int(found))[0])
 
     def _said(self, role: str) -> str:
         """Return the first mistake in the frames of a role, "" where there is none. Waits for the device. The words around the first

@@ -147,7 +147,7 @@ def gather(ctx: DeviceContext, own: Part, places: Sequence[Part], exact: bool = 
         with streams.staging(room * (1 + ctx.size), ctx.budget) as staging:
             with streams.on(Stage.ENCODE):
                 frame = frames.encode(torch.cat(words.views()), staging[:room]) if words.numel else staging[:0]
-            slot = wire.slot_bytes(largest(ctx, len(frame)))
+            slot = wire.slot_bytes(largest(ctx, len(frame))[0])
             slots = staging[room:][: slot * ctx.size]
             in_levels = (
                 slots.nbytes >= ctx.cut.levels_from if in_levels is None else in_levels
@@ -173,7 +173,7 @@ def exchange(
     frames = _Frames(ctx, admission.is_small(sum(one.nbytes for one in sources), ctx.config))
     piece = wire.uneven_piece(targets[0].itemsize, ctx.size, ctx.budget)
     steps = max(-(-len(flat) // piece) for some in (sources, targets) for flat in some)
-    for begin in range(0, piece * (steps if even else largest(ctx, steps)), piece):
+    for begin in range(0, piece * (steps if even else largest(ctx, steps)[0]), piece):
         leaving, coming = ({peer: some[peer][begin : begin + piece] for peer in peers} for some in (sources, targets))
         with (
             frames.swapped(leaving, {peer: len(words) for peer, words in coming.items()}),

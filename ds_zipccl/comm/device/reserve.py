@@ -31,13 +31,13 @@ def reserve(config: ZipcclConfig, device: torch.device) -> None:
     assert world is not None  # every rank is in the default group
     ctx = DeviceContext("staging", resolve_group(None), config, "dp", config.codec, device)
     free, memory = runtime.mem_get_info(device)
-    least = -largest(ctx, -wire.device_staging(memory, free))
+    least = -largest(ctx, -wire.device_staging(memory, free))[0]
     failed = False
     try:
         ctx.streams.reserve(least)
     except RuntimeError:  # torch.OutOfMemoryError is one
         failed = True
-    if largest(ctx, int(failed)):
+    if largest(ctx, int(failed))[0]:
         ctx.streams.reserve(0)
         world.unreserved = True
     else:

@@ -63,11 +63,11 @@ def agreement(ctx: DeviceContext, words: Sequence[torch.Tensor]) -> Callable[[],
     return end
 
 
-def largest(ctx: DeviceContext, number: int) -> int:
-    """Return the largest number of all ranks; see :func:`agree`, with whose inference mode the caller calls."""
+def largest(ctx: DeviceContext, *numbers: int) -> list[int]:
+    """Return the largest of all ranks of each number; see :func:`agree`, with whose inference mode the caller calls."""
     with ctx.streams.on(Stage.ENCODE):
-        words = to_device(ctx.streams, [number])
-    return agree(ctx, [words])[0]
+        words = to_device(ctx.streams, numbers)
+    return agree(ctx, [words])
 
 
 def exchange_words(

@@ -7,11 +7,12 @@ from contextlib import contextmanager, nullcontext, suppress
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from ds_zipccl import devices, tensors
 from ds_zipccl.comm import work
 from ds_zipccl.comm.buffer_pool import POOL
-from ds_zipccl.comm.context import OpContext, Told, packed, unpacked
+from ds_zipccl.comm.context import Call, OpContext, Told, packed, unpacked
 from ds_zipccl.comm.group_state import GroupState, group_nodes, resolve_group
 from ds_zipccl.comm.host import exchange, gather, sums
 from ds_zipccl.comm.host.pipeline import abandon
@@ -77,6 +78,20 @@ def open_context(request: Request, decision: Decision) -> OpContext:
     )
     ctx.rounding = None if decision.lossy is None else LossyFrames(ctx, decision.lossy)
     return ctx
+
+
+@tensors.undisturbed()
+def largest(request: Request, *numbers: int) -> list[int]:
+    """Return the largest of all ranks of each number. A collective of the request's group; blocks. It is the backend's own all-reduce,
+    which fails at once where another rank is in the all-reduce of a tensor.
+
+    Raises:
+        CommError: the transport failed.
+    """
+    words = tensors.of_numbers(numbers, torch.int64).to(request.tensor.device)
+    with Call(*request.call("")[:4]).naming("comparing arguments with those of the other ranks"):
+        dist.all_reduce(words, dist.ReduceOp.MAX, request.group)
+    return list(words.tolist())
 
 
 def start(request: Request, decision: Decision, timer: CallTimer | None = None) -> Any:

@@ -6,6 +6,7 @@ sends 2 (n-1)/n of the bucket from each rank; the owners need half of these byte
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 from collections.abc import Collection, Sequence
 from typing import Any
@@ -15,16 +16,27 @@ import torch.distributed as dist
 from typing_extensions import Unpack
 
 from ds_zipccl.codecs.memory import flat_view
-from ds_zipccl.comm.execution import pass_small, run
-from ds_zipccl.comm.group_state import group_size, is_member
+from ds_zipccl.comm import engine
+from ds_zipccl.comm.decision import Choice, decide
+from ds_zipccl.comm.execution import execute, pass_small
+from ds_zipccl.comm.group_state import group_state
 from ds_zipccl.comm.reduction_order import Owned, Sum
 from ds_zipccl.comm.request import CallOptions, Options, Request, is_small
 from ds_zipccl.comm.work import JoinedWork
+from ds_zipccl.policy.admission import Decision, PassReason
 
 NAME = "reduce_to_owners"
 
 #: (elements, group ranks of their owners) of each slice, from the start of a tensor to its end.
 Owners = Sequence[tuple[int, Collection[int]]]
+
+_DIFFER = Choice(Decision.passing(PassReason.OWNERS))
+
+
+class _Owners:
+    """Whether the ranks of a group have ever given different owners, as all of them know: then they do not compare any more."""
+
+    differ = False
 
 
 def reduce_to_owners(
@@ -40,26 +52,30 @@ def reduce_to_owners(
     another NaN. Only sums that NCCL adds, in a node or with ``reduction`` plain, may have another order. The other slices are undefined:
     unchanged, or sums.
 
+    No rank can know that the others give the same owners, and no schedule but an all-reduce ends where they do not. So ranks compare them
+    before each coded call. Once they differ, this call and all later ones of the group are plain all-reduces, whose sums are right for any
+    owners, and the first rank of the group prints a line.
+
     Args:
         tensor: dense, of any shape: slices follow each other in memory.
-        owners: the slices of ``tensor``. A slice may have several owners, or none. All ranks give the same owners to each element;
-            the borders of the slices may differ.
+        owners: the slices of ``tensor``. A slice may have several owners, or none. All ranks should give the same owners to each
+            element; the borders of the slices may differ.
 
     Raises:
         ValueError: the tensor is not dense, the slices do not add up to the tensor, or an owner is no rank of the group. Nothing was
             sent.
         CommError: as :func:`ds_zipccl.comm.execution.execute`.
     """
-    if not is_member(group):
+    state = group_state(group)
+    if state is None:
         dist.all_reduce(tensor, op, group)
         return
-    ranks, rank = group_size(group), dist.get_rank(group)
-    spans = spans_of(tensor, owners, ranks)
+    spans = spans_of(tensor, owners, state.size)
     call = CallOptions(**options)
     if is_small(tensor, call.config):
         pass_small(NAME, call, tensor.nbytes, group, lambda: dist.all_reduce(tensor, op, group))
         return
-    own = spans[rank]
+    own = spans[state.rank]
 
     def plain(inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor], later: bool) -> Any:
         dist.all_reduce(inputs[0], op, group)
@@ -79,7 +95,20 @@ def reduce_to_owners(
         numel=tensor.numel(),
         sum=Sum(op, Owned(spans, _disjoint(spans))),
     )
-    run(request)
+    ranks = state.of(_Owners)
+    choice = _DIFFER if ranks.differ else decide(request)
+    # a timed call waits for all ranks too: one whose bucket is small would not come
+    if choice.decision.frames or choice.timer is not None:
+        digest = int.from_bytes(hashlib.blake2b(repr((request.numel, spans)).encode(), digest_size=7).digest(), "big")
+        largest = engine.engine_of(state, tensor.device.type).largest(request, digest, -digest)
+        ranks.differ = largest[0] != -largest[1]
+        if ranks.differ:
+            choice = _DIFFER
+            if state.rank == 0:
+                print(f"[ds_zipccl] {call.role}: {_DIFFER.decision.reason}, sums of this group stay plain", flush=True)
+        elif request.sum.reduction.plain and not request.sum.owned.disjoint:
+            choice = Choice(Decision.passing(PassReason.PLAIN_SUMS))
+    execute(choice, request)
 
 
 def spans_of(tensor: torch.Tensor, owners: Owners, ranks: int) -> list[list[slice]]:
