@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
 from itertools import count
@@ -12,7 +13,6 @@ from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import DebugLevel, get_debug_level
 
 from ds_zipccl import codecs
 from ds_zipccl.comm import topology, work
@@ -54,9 +54,7 @@ class GroupState:
         #: Global ranks of the group, and that of this rank: an operation may outlive destroy_process_group(), and torch's tables do not.
         self.ranks, self.global_rank = dist.get_process_group_ranks(group), dist.get_rank()
         pairs = (pair.split(":") for pair in dist.get_backend_config(group).split(","))
-        # under DETAIL torch compares the ranks' numbers of messages, and refuses a program where the numbers differ
-        detail = " under TORCH_DISTRIBUTED_DEBUG=DETAIL" if get_debug_level() == DebugLevel.DETAIL else ""
-        self.backends = {device: name + detail for device, name in pairs}
+        self.backends = {device: name + _comparing(group, device) for device, name in pairs}
         #: Time that the host waits for the other ranks of a group in stream order; None: the timeout of the group.
         self.patience: timedelta | None = None
         self._issued = count()
@@ -94,6 +92,15 @@ class GroupState:
     def next_body(self) -> int:
         """Return the number of the next announced send of this rank, from 0 to BODY_TAGS - 1."""
         return next(self._announced) % BODY_TAGS
+
+
+def _comparing(group: dist.ProcessGroup, device: str) -> str:
+    """Return a clause about a backend that torch has wrapped: under DETAIL it compares the ranks' numbers of messages, and refuses programs
+    where they differ. A group is wrapped when it is made, on all ranks; the debug level is a matter of one rank."""
+    with suppress(RuntimeError):  # no backend for the device here
+        if type(group._get_backend(torch.device(device))).__name__ == "_ProcessGroupWrapper":
+            return " under TORCH_DISTRIBUTED_DEBUG=DETAIL"
+    return ""
 
 
 _states: WeakKeyDictionary[dist.ProcessGroup, GroupState] = WeakKeyDictionary()
