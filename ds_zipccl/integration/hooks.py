@@ -226,8 +226,8 @@ def _reset_shapes(original: Callable[..., Any], engine: Any, *args: Any, **kwarg
 
 
 def _destroy(original: Callable[..., Any], engine: Any, *args: Any, **kwargs: Any) -> Any:
-    """Free the bases with the engine: DeepSpeed keeps references to the engine itself. Copies may still be queued on
-    a device. Where garbage collection destroys the engine, the other ranks still gather from bases: those go with the parameters."""
+    """Free the bases with the engine: DeepSpeed keeps references to the engine itself. Copies may still be queued on a device. Where
+    garbage collection destroys the engine, on one rank, the other ranks still gather from bases: those go with the parameters."""
     if hints.current().collected:
         return original(engine, *args, **kwargs)
     versions.end(getattr(engine, "optimizer", None))  # an engine whose start has failed has none
