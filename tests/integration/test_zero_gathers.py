@@ -15,7 +15,7 @@ import torch.distributed as dist
 from ds_zipccl.comm import Agreed, CommError
 from ds_zipccl.comm.bases.shared import BaseSlot
 from ds_zipccl.config import ZipcclConfig
-from ds_zipccl.integration import hints, hook_points, hooks  # noqa: F401  the table of points
+from ds_zipccl.integration import hints, hook_points, hooks
 from ds_zipccl.integration.zero import buckets, gathers
 from ds_zipccl.integration.zero.buckets import Bucket
 from ds_zipccl.policy.admission import STREAM_BACKENDS, PassReason
@@ -145,9 +145,11 @@ def automatic(
     trains: bool = True,
     device: torch.device = CPU,
     fitting: Any = None,
+    other: str = "",
     **memory: Any,
 ) -> tuple[list[tuple[Any, ...]], list[Any], str]:
-    """Allocations that were asked for, the parameters that have a base, and the sentence; ``limit`` bytes fit."""
+    """Allocations that were asked for, the parameters that have a base, and the sentence; ``limit`` bytes fit. ``other``: what rank 1 says
+    of the parameters that it trains, "": the same."""
     made = Memory(monkeypatch, **memory)
 
     def first_that_fit(shards: Any, share: int, group: Any, device: Any) -> tuple[list[int], int]:
@@ -162,6 +164,7 @@ def automatic(
     monkeypatch.setattr(gathers, "group_nodes", lambda group: [[0, 1]])
     monkeypatch.setattr(gathers, "resolve_group", lambda group: DATA)
     monkeypatch.setattr(gathers.dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(gathers.topology, "tell", lambda group, text: {0: text, 1: other or text})
     kept, said = gathers.allocate_bases(params, config, device, trains=trains)
     return made.asked, [param for param in params if gathers.slot_of(param) in kept], said
 
@@ -179,6 +182,7 @@ def test_by_itself_only_frozen_parameters_have_bases(monkeypatch: pytest.MonkeyP
     said = 'none: no gathered parameter is frozen now; "host" is for trained ones too'
     assert automatic(monkeypatch, [parameter(0), frozen(1, persist=True)]) == ([], [], said)
     assert automatic(monkeypatch, [frozen(0)], size=1) == ([], [], "")
+    assert automatic(monkeypatch, params, other="ftt")[1] == [params[0]]  # which gathers send is no matter of one rank
 
 
 def test_all_parameters_are_frozen_without_an_optimizer(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -256,6 +260,12 @@ def test_the_limit_of_a_node(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(gathers, "group_nodes", lambda group, nodes=nodes: nodes)
         for mib, allowed in ((0, 200), (8, 8), (640, 640), (10_000, 700)):
             assert gathers._share(replace(AUTO, zero3_base_mib=mib)) * ranks >> 20 == allowed
+
+
+def test_the_end_of_an_engine_leaves_what_ranks_forget_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """``DeepSpeedEngine.__del__`` ends it too, at a moment of one rank."""
+    monkeypatch.setattr(hooks.comm_engine, "forget_repeats", pytest.fail)
+    hooks._destroy(lambda engine: None, torch.nn.Module())
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from ds_zipccl import comm
-from ds_zipccl.comm import Agreed, CachedParameter, Part
+from ds_zipccl.comm import Agreed, CachedParameter, Part, topology
 from ds_zipccl.comm import engine as comm_engine
 from ds_zipccl.comm.bases import host_memory
 from ds_zipccl.comm.bases.shared import BaseSlot, choose_fitting, held_share
@@ -126,8 +126,9 @@ def hold_bases(
     auto, useless = config.zero3_base == "auto", _never_differs(config)
     groups: dict[dist.ProcessGroup, list[Gathered]] = {}
     for one in gathered:
-        if not (auto and one.trained):
-            groups.setdefault(one.group, []).append(one)
+        groups.setdefault(one.group, []).append(one)
+    if auto:
+        groups = {group: some for group, params in groups.items() if (some := _frozen(params))}
     if auto and not groups:
         return [], 'none: no gathered parameter is frozen now; "host" is for trained ones too' if gathered else ""
     if useless and not auto:
@@ -167,6 +168,12 @@ def hold_bases(
         return [], f"nothing for {len(wanted)} frozen parameters of {nbytes / 1e6:.1f} MB{why}"
     count = f"{len(wanted)}" if len(bases) == len(wanted) else f"{len(bases)} of {len(wanted)}"
     return bases, f"{_size(bases)}, for {count} frozen parameters{why}"
+
+
+def _frozen(params: Sequence[Gathered]) -> list[Gathered]:
+    """Return the parameters of one group that no rank trains: a rank may have frozen more of them. A collective; blocks."""
+    told = topology.tell(params[0].group, "".join("ft"[one.trained] for one in params)).values()
+    return [one for one, marks in zip(params, zip(*told, strict=True), strict=True) if "t" not in marks]
 
 
 def _share(config: ZipcclConfig) -> int:
