@@ -100,20 +100,24 @@ def _follow_link(request: Request, state: GroupState, tuner: Tuner, seconds: flo
     """Correct the measured link of a group, once, if its plain collectives contradict it: the measurement may have met a bad moment. Then
     kinds of messages are decided on anew, and a tuner whose candidates follow from the old link goes. All ranks are at the same call, and
     the seconds are agreed."""
-    profile, traffic = link_profile(state, request.tensor.device.type), OPS[request.op].traffic
+    device, traffic = request.tensor.device.type, OPS[request.op].traffic
+    profile = _link(state, device)
     if profile is None or request.numel is None or not traffic:
         return
-    if not state.link_corrected and tuner.nominal >= trial.LINK_BYTES:
+    if not state.corrected and tuner.nominal >= trial.LINK_BYTES:
         predicted = cost_model.predict(traffic, "gloo", tuner.nominal, state.size, profile)
         factor = trial.link_error(predicted, seconds, met)
         if factor != 1:
-            device = request.tensor.device.type
-            state.profiles[device, state.backend(device)] = profile.slowed(factor)
-            state.link_corrected = True
-    if state.link_corrected and tuner.profile is not link_profile(state, request.tensor.device.type):
+            state.corrected[device, state.backend(device)] = profile.slowed(factor)
+    if state.corrected and tuner.profile is not _link(state, device):
         memory = state.of(DecisionMemory)
         memory.decisions.clear()
         memory.tuners = {key: one for key, one in memory.tuners.items() if one is not tuner}
+
+
+def _link(state: GroupState, device: str) -> LinkProfile | None:
+    """Return the profile by which collectives of a group are decided on."""
+    return state.corrected.get((device, state.backend(device))) or link_profile(state, device)
 
 
 def _remembered(request: Request, kind: TensorKind, state: GroupState) -> tuple[Decision, Tuner | TunersBySize | None]:
@@ -144,7 +148,7 @@ def _decide(request: Request, message: Message, state: GroupState) -> tuple[Deci
         return admitted, None
     levels = topology.levels(group_nodes(group))
     competing = admission.candidates(message, config, exact=request.exact, levels=levels)
-    profile = link_profile(state, message.device)
+    profile = _link(state, message.device)
     competing = cost_model.prune_candidates(competing, message, profile)
     if len(competing) == 1:
         return competing[0], None

@@ -37,7 +37,8 @@ class GroupState:
         self.places: dict[int, int] = {}  # of the default group: global rank -> node
         #: By device and backend: the codec's speed is the device's.
         self.profiles: dict[tuple[str, str], LinkProfile] = {}
-        self.link_corrected = False
+        #: What the group's collectives have shown of the link; for its collectives alone, as only their order is one on all ranks.
+        self.corrected: dict[tuple[str, str], LinkProfile] = {}
         #: Of the default group: the sums of groups in stream order where `reduction` is auto, "fp32" or "plain"; set once, at configure.
         self.device_sums = "fp32"
         #: Of groups in stream order, by device and backend.
