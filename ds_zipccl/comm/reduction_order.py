@@ -203,6 +203,10 @@ class Sum(NamedTuple):
     tolerance: Tolerance = "bits"
     nodes: Sequence[Sequence[int]] = ()
 
+    def either(self, config: ZipcclConfig) -> bool:
+        """Return whether a sum in stream order has the bits of the backend's own, NaN payloads aside, so that a schedule may be chosen."""
+        return self.tolerance == "nan" and not self.owned.spans and config.reduction != "fp32"
+
 
 #: Of operations that do not add.
 NO_SUM = Sum()
@@ -225,7 +229,7 @@ def arithmetic(
         levels = state.streams(device) and topology.levels(nodes) and topology.ascending(nodes)
         return Sum(summed.op, summed.owned, Reduction("fp32", op, state.size), "lossy", nodes if levels else ())
     if state.streams(device):
-        return Sum(summed.op, summed.owned, *_in_stream_order(state, op, nodes, config, role))
+        return Sum(summed.op, summed.owned, *_in_stream_order(state, op, nodes, config, role, bool(summed.owned.spans)))
     reduction, tolerance = _exactness(config.reduction, state.backend(device), op, state.size)
     levels = reduction.fp32 and topology.levels(nodes)
     return Sum(summed.op, summed.owned, reduction, tolerance, nodes if levels else ())
@@ -248,21 +252,23 @@ def match_refused(config: ZipcclConfig, ranks: int, roles: Iterable[str] = ROLES
 
 
 def _in_stream_order(
-    state: GroupState, op: str, nodes: Sequence[Sequence[int]], config: ZipcclConfig, role: str
+    state: GroupState, op: str, nodes: Sequence[Sequence[int]], config: ZipcclConfig, role: str, owned: bool
 ) -> tuple[Reduction, Tolerance, Sequence[Sequence[int]]]:
     """Return the arithmetic on a group in stream order, whose backend promises no order."""
     kind: str = config.reduction
     mode, levels = config.mode_of(role), topology.levels(nodes) and topology.ascending(nodes)
+    exact = state.size == 2 and op == "SUM"  # one order; before an average NCCL multiplies
     if refused := match_refused(config, state.size, (role,)):
         raise ConfigError(refused)
-    if kind in ("auto", "match"):  # the sum of two ranks has one order
-        world = group_state(None)
-        kind = "fp32" if world is None else world.device_sums
     several = len(nodes) > 1
+    if kind in ("auto", "match"):
+        world = group_state(None)
+        either = exact and several and config.nccl == "on" and not owned
+        kind = "fp32" if world is None or either else world.device_sums
     suits = levels or (several and all(len(ranks) == 1 for ranks in nodes))
     if kind == "fp32" and mode == "auto" and not suits and not (several and config.reduction == "fp32"):
         kind = "plain"  # in one level ours would send more than the backend's
-    reduction, exact = Reduction(kind, op, state.size), state.size == 2 and op == "SUM"
+    reduction = Reduction(kind, op, state.size)
     return reduction, "nan" if exact else "rounding", nodes if levels and reduction.fp32 else ()
 
 

@@ -688,12 +688,12 @@ def moves_may_gain(topology: Topology, profile: DeviceProfile) -> bool:
 _LEAST_SIZES = tuple(int(65_536 * 2 ** (step / 8)) for step in range(8 * 14 + 1))
 
 
-def least_bytes(topology: Topology, profile: DeviceProfile, *, waits: int) -> float:
-    """Return the bytes from which on our gather is predicted to gain, up to 1 GiB; infinite where 1 GiB does not gain. ``waits``: as in
+def least_bytes(topology: Topology, profile: DeviceProfile, *, waits: int, kind: str = GATHER) -> float:
+    """Return the bytes from which on our schedule is predicted to gain, up to 1 GiB; infinite where 1 GiB does not gain. ``waits``: as in
     :func:`coded_seconds`."""
     found = math.inf
     for nbytes in reversed(_LEAST_SIZES):
-        if not pays(GATHER, topology, profile, nbytes, waits=waits):
+        if not pays(kind, topology, profile, nbytes, waits=waits):
             return found
         found = nbytes
     return 0.0

@@ -463,21 +463,28 @@ def test_sizes_of_pieces(nodes: int, local_ranks: int, adjacent: bool) -> None:
 # --- what `reduction` means
 
 
-def reasons(rank: int, ranks: int, nodes: Nodes, settings: dict[str, Any], device_sums: str = "fp32") -> None:
+def reasons(
+    rank: int, ranks: int, nodes: Nodes, settings: dict[str, Any], device_sums: str = "fp32", more: Any = SUM
+) -> None:
+    """``more``: the reduce op, or a measured network."""
     levels.pretend(nodes)
     state = group_state(None)
     assert state is not None
     state.device_sums = device_sums
+    if isinstance(more, float):
+        state.device_profiles["cuda", "nccl"], more = cost_model.DeviceProfile(more), SUM
     config, mine = ZipcclConfig(**settings), torch.ones(64 * ranks, device=f"cuda:{rank}")
-    comm.all_reduce(mine, config=config)
-    comm.reduce_scatter_tensor(mine[:64].clone(), mine, config=config)
-    comm.reduce_to_owners(mine, [(64, (owner,)) for owner in range(ranks)], config=config)
-    assert mine[64 * rank].item() == ranks * ranks
+    comm.all_reduce(mine, more, config=config)
+    comm.reduce_scatter_tensor(mine[:64].clone(), mine, more, config=config)
+    comm.reduce_to_owners(mine, [(64, (owner,)) for owner in range(ranks)], more, config=config)
+    assert mine[64 * rank].item() == (1 if more == AVG else ranks * ranks)
 
 
 @pytest.mark.parametrize(
     ("nodes", "settings", "device_sums", "coded"),
     [
+        ("2x1", {**AUTO, "reduction": "match"}, "plain", True),
+        ("2x1", {**AUTO, "nccl": "auto"}, "plain", False),
         ("3x1", AUTO, "fp32", True),
         ("3x1", AUTO, "plain", False),
         ("3x1", {**AUTO, "reduction": "fp32"}, "plain", True),
@@ -498,6 +505,19 @@ def test_what_is_summed_by_whom(route: CudaBackend, nodes: str, settings: Any, d
     passed = {row["op"]: set(row["reasons"]) for row in counters.rows()}
     assert passed.pop("reduce_to_owners") == set()
     assert all(found == (set() if coded else {PassReason.PLAIN_SUMS.value}) for found in passed.values()) and passed
+
+
+@pytest.mark.parametrize(
+    ("more", "reason"),
+    [(SUM, None), (AVG, PassReason.PLAIN_SUMS), (1e9, PassReason.BREAK_EVEN)],
+    ids=["sum", "average", "small"],
+)
+def test_the_sum_of_two_ranks_is_coded_as_moves_are(route: CudaBackend, more: Any, reason: PassReason | None) -> None:
+    """It has NCCL's bits. An average has not; to their owners NCCL's own sums go."""
+    world.run(reasons, 2, NODES["2x1"], AUTO, "plain", more, route=route)
+    passed = {row["op"]: set(row["reasons"]) for row in counters.rows()}
+    assert passed.pop("reduce_to_owners") == set()
+    assert list(passed.values()) == [{reason.value} if reason else set()] * 2
 
 
 def test_match_is_refused(route: CudaBackend) -> None:

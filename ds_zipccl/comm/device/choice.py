@@ -39,7 +39,7 @@ from ds_zipccl.config import ROLES, ConfigError, ZipcclConfig
 from ds_zipccl.ops import OPS
 from ds_zipccl.policy import base_copies, cost_model, trial
 from ds_zipccl.policy.admission import PassReason
-from ds_zipccl.policy.cost_model import DeviceProfile, Topology
+from ds_zipccl.policy.cost_model import SUM, DeviceProfile, Topology
 from ds_zipccl.telemetry import counters
 
 #: Steps of other engines after which these count, not the steps of the first engine (seed: that engine has ended).
@@ -136,12 +136,14 @@ def sums_of(config: ZipcclConfig, topology: Topology, profile: DeviceProfile | N
 @dataclass(frozen=True)
 class Rule:
     """The static rule of a group's moves: why they pass, None if they may be coded; the least bytes of a coded gather, without a wait of
-    the host and with one; whether copies of bases in host memory are faster than coded gathers; and the least bytes of such a copy."""
+    the host and with one; whether copies of bases in host memory are faster than coded gathers; the least bytes of such a copy, and of a
+    coded sum of two ranks."""
 
     reason: PassReason | None
     least: tuple[float, float]
     host_bases: bool = True
     least_copy: float = 0.0
+    least_sum: float = 0.0
 
 
 def rule_of(topology: Topology, profile: DeviceProfile | None, one_queue: bool = False) -> Rule:
@@ -155,9 +157,9 @@ def rule_of(topology: Topology, profile: DeviceProfile | None, one_queue: bool =
     if not cost_model.moves_may_gain(topology, profile):
         return Rule(PassReason.NETWORK_IS_FASTER, (0.0, 0.0))
     without, with_one = (cost_model.least_bytes(topology, profile, waits=waits) for waits in (0, 1))
-    return Rule(
-        None, (without, with_one), base_copies.gain(topology, profile), base_copies.least_bytes(topology, profile)
-    )
+    copies = base_copies.gain(topology, profile), base_copies.least_bytes(topology, profile)
+    least_sum = cost_model.least_bytes(topology, profile, waits=1, kind=SUM) if topology.ranks == 2 else 0.0
+    return Rule(None, (without, with_one), *copies, least_sum)
 
 
 class GroupChoice:
@@ -196,7 +198,8 @@ def reason_to_pass(
     *,
     copies: bool = False,
 ) -> PassReason | None:
-    """Return why a move passes now, None if it is coded. All ranks ask at the same place of the program, and get the same answer.
+    """Return why a move, or a sum whose bits are equal either way, passes now; None if it is coded. All ranks ask at the same place of the
+    program, and get the same answer.
 
     Args:
         nbytes: of the whole message; None where ranks may see different sizes.
@@ -207,8 +210,8 @@ def reason_to_pass(
         if rule.reason is not None:
             return rule.reason
         waits = 0 if role == "zero_param" else 1  # ZeRO-3 agrees on sizes ahead; ZeRO-1 and ZeRO-2 gather large buckets
-        least = rule.least_copy if copies else rule.least[waits]
-        if nbytes is not None and OPS[op].traffic == "all_gather" and nbytes < least:
+        least = {"all_gather": rule.least_copy if copies else rule.least[waits], "all_to_all": 0.0}
+        if nbytes is not None and nbytes < least.get(OPS[op].traffic, rule.least_sum):
             return PassReason.BREAK_EVEN
     job = _of_job()
     if config.nccl == "auto":

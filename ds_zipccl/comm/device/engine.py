@@ -47,7 +47,7 @@ def passes_now(request: Request) -> PassReason | None:
         return PassReason.CAPTURED
     if request.options.lossy is not None:
         return lossy_passes(role, config, group, moves=request.sum.op is None)
-    if request.sum.op is None:
+    if request.sum.op is None or request.sum.either(config):
         nbytes = None if request.numel is None else request.nbytes()
         based = sum(one.numel for one in request.agreed if one.slot()) if config.zero3_base == "auto" else 0
         copies = 2 * based > sum(one.numel for one in request.agreed)  # auto has bases of frozen parameters alone
