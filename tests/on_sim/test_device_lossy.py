@@ -11,14 +11,18 @@ import torch
 from levels import Nodes
 from lossy_calls import Call, api, same, with_specials
 
+from ds_zipccl import comm
 from ds_zipccl.codecs import project
 from ds_zipccl.comm.device import lossy
 from ds_zipccl.comm.device.streams import Stage
+from ds_zipccl.comm.work import CommError
+from ds_zipccl.config import ZipcclConfig
 from ds_zipccl.kernels.cuda.backend import CudaBackend
 from ds_zipccl.lossy import Int, LossyCodec, Round
 from ds_zipccl.policy import wire
 from ds_zipccl.telemetry import counters
 from on_sim import plants, world
+from on_sim.cases import CODED
 
 CODECS: tuple[LossyCodec, ...] = (Round(2), Int(6, 32))
 CALLS = (lossy_calls.all_reduce, lossy_calls.reduce_scatter_tensor, lossy_calls.to_owners, lossy_calls.exchange_uneven)
@@ -100,3 +104,21 @@ def test_planted_mistakes_are_noticed(route: CudaBackend, mistake: str, monkeypa
     MISTAKES[mistake](monkeypatch)
     nodes = levels.nodes_of(3, 1) if mistake == "another order" else NODES["2x2"]
     plants.fails(by_definition, sum(map(len, nodes)), nodes, route=route, seeds=2)
+
+
+def unequal(rank: int, ranks: int) -> None:
+    """Rank 0 sends 5000 elements, of which rank 1 expects 100."""
+    source, target = (torch.arange(numel).sin().to(f"cuda:{rank}") for numel in ((5000, 0), (0, 100))[rank])
+    splits = ([0, 0], [0, 5000]) if rank == 0 else ([100, 0], [0, 0])
+    config = ZipcclConfig(**CODED, enabled=True, min_bytes=0, mode="always", lossy=True)
+    if rank == 0:
+        comm.all_to_all_single(target, source, *splits, config=config, role="ep", lossy=Round(2))
+        return
+    with pytest.raises(
+        CommError, match=r"global rank 0 announces .* bytes for 100 elements.*give equal sizes on both ranks"
+    ):
+        comm.all_to_all_single(target, source, *splits, config=config, role="ep", lossy=Round(2))
+
+
+def test_a_size_that_no_frame_has_is_refused_after_the_exchange(route: CudaBackend) -> None:
+    world.run(unequal, 2, route=route)

@@ -123,7 +123,7 @@ class FirstSteps:
             if not largest(ctx, lacks)[0]:
                 _move(ctx, request, sources, got)
                 with ctx.streams.on(Stage.DECODE):
-                    self._look(kind, *(some[0] if len(some) == 1 else torch.cat(some) for some in (got, want)))
+                    self._look(kind, got, want)
         except Refused as error:  # on all ranks of the group
             self._failed.setdefault(role, str(error).removesuffix(REMEDY))
         ctx.streams.join(ctx.streams.record_all())
@@ -134,14 +134,16 @@ class FirstSteps:
             self._failed.setdefault(role, f"{type(error).__name__}: {error}")
         return 1
 
-    def _look(self, kind: _Kind, got: torch.Tensor, want: torch.Tensor) -> None:
+    def _look(self, kind: _Kind, got: Sequence[torch.Tensor], want: Sequence[torch.Tensor]) -> None:
         """Find the first wrong word of a call, and keep it unless an earlier call of the role had one. Work of the current stream."""
-        if not got.numel():
+        numel = sum(map(len, got))
+        if not numel:
             return
         try:
-            found, before = _difference(got, want, len(self._compared)), self._found.get(kind[1])
+            one, other = (some[0] if len(some) == 1 else torch.cat(list(some)) for some in (got, want))
+            found, before = _difference(one, other, len(self._compared)), self._found.get(kind[1])
             self._found[kind[1]] = found if before is None else torch.where(before[:1] > 0, before, found)
-            self._compared.append((kind, got.numel()))
+            self._compared.append((kind, numel))
         except RuntimeError as error:  # torch.OutOfMemoryError is one
             self._fail(kind[1], error)
 

@@ -69,7 +69,7 @@ class _Frames:
     def swapped(self, leaving: Mapping[int, torch.Tensor], coming: Mapping[int, int]) -> Iterator[None]:
         """Send flat words to group ranks; the body reads the frames that arrive on the decoding stream. ``coming``: elements from each
         group rank, this one left out. Without words there is no frame. All ranks of the group call. Raises CommError, on this rank, where
-        one announces a size that no frame has."""
+        one announces a size that no frame has: after the exchange, for which the others wait."""
         ctx, dtype, streams = self._ctx, next(iter(leaving.values())).dtype, self._ctx.streams
         rooms = [self.room(numel, dtype) for numel in (*map(len, leaving.values()), *coming.values())]
         with streams.staging(sum(rooms), ctx.budget) as staging:
@@ -81,15 +81,18 @@ class _Frames:
                 nothing = tensors.empty(0, torch.int64, ctx.device).view(ctx.size, 0)
             sizes = [[len(frames[rank]) if rank in frames else 0] for rank in range(ctx.size)]
             told = [size for (size,) in exchange_words(ctx, nothing, sizes)[1]]
+            with streams.wire():
+                self.arrived = {
+                    rank: place[:size] if size <= len(place) else tensors.empty(size, torch.uint8, ctx.device)
+                    for size, (rank, place) in zip((told[rank] for rank in places), places.items(), strict=True)
+                }
+                ctx.transport.exchange(self.arrived, frames)
             for rank, place in places.items():
                 if not min(HEADER_BYTES, len(place)) <= told[rank] <= len(place):
                     raise ctx.error(
                         f"global rank {ctx.global_rank(rank)} announces {told[rank]} bytes for {coming[rank]} elements, wanted at most "
                         f"{len(place)}; give equal sizes on both ranks, and run one version with one configuration"
                     )
-            self.arrived = {rank: place[: told[rank]] for rank, place in places.items()}
-            with streams.wire():
-                ctx.transport.exchange(self.arrived, frames)
             ctx.count(sum(words.nbytes for words in leaving.values()), sum(map(len, frames.values())))
             yield
 
