@@ -160,6 +160,7 @@ STEPS: dict[str, tuple[Callable[[], bool], Plant, str, set[str]]] = {
     "slots too small": (begun, small_slots, "zero_param stays plain, .*refused: OVERFLOWED", {"ep"}),
     "no memory for a copy": (on_one, no_memory("_parts"), LACKS, set()),
     "no memory to compare": (on_one, no_memory("_difference"), LACKS, set()),
+    "no memory to join words": (on_one, no_memory("_joined"), LACKS, set()),
     "no wait for the wire": (begun, plants.without_order(Stage.WIRE, Stage.DECODE), "zero_param stays plain, .*(refused|wrong)", {"ep"}),
 }  # fmt: skip
 WRONG = "role zero_param have wrong words after 6 steps, rank {}: .*1 words wrong.* saved in .* since step 1: look at the hardware"

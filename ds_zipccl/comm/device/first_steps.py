@@ -140,8 +140,7 @@ class FirstSteps:
         if not numel:
             return
         try:
-            one, other = (some[0] if len(some) == 1 else torch.cat(list(some)) for some in (got, want))
-            found, before = _difference(one, other, len(self._compared)), self._found.get(kind[1])
+            found, before = _difference(_joined(got), _joined(want), len(self._compared)), self._found.get(kind[1])
             self._found[kind[1]] = found if before is None else torch.where(before[:1] > 0, before, found)
             self._compared.append((kind, numel))
         except RuntimeError as error:  # torch.OutOfMemoryError is one
@@ -244,6 +243,10 @@ def _move(ctx: DeviceContext, request: Request, sources: Sequence[torch.Tensor],
         exchange_even(ctx, sources[0], outs[0])
     else:
         exchange_uneven(ctx, sources, outs)
+
+
+def _joined(some: Sequence[torch.Tensor]) -> torch.Tensor:
+    return some[0] if len(some) == 1 else torch.cat(list(some))
 
 
 def _difference(got: torch.Tensor, want: torch.Tensor, call: int) -> torch.Tensor:
