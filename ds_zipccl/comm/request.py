@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 
 from ds_zipccl.codecs import memory, project
-from ds_zipccl.codecs.memory import flat_view
 from ds_zipccl.comm.bases.in_place import Base
 from ds_zipccl.comm.context import Call
 from ds_zipccl.comm.group_state import group_size, group_state, group_streams, resolve_group
@@ -327,7 +326,7 @@ def equal_shards(flat: torch.Tensor, ranks: int) -> Sequence[torch.Tensor]:
 
 def logical_order(tensor: torch.Tensor) -> torch.Tensor:
     """Return a flat view of a contiguous tensor, otherwise a flat copy; of a conjugate or negative view a copy with its values."""
-    return flat_view(tensor.resolve_conj().resolve_neg().contiguous())
+    return _flat_view(tensor.resolve_conj().resolve_neg().contiguous())
 
 
 def memory_order(tensor: torch.Tensor) -> torch.Tensor:
@@ -341,10 +340,15 @@ def memory_order(tensor: torch.Tensor) -> torch.Tensor:
     dense = torch.ops.aten.is_non_overlapping_and_dense(tensor)
     room = tensor.untyped_storage().nbytes() // tensor.element_size() - tensor.storage_offset()
     return (
-        flat_view(tensor)
+        _flat_view(tensor)
         if dense or (tensor.device.type == "cpu" and tensor.numel() <= room)
         else logical_order(tensor)
     )
+
+
+def _flat_view(dense: torch.Tensor) -> torch.Tensor:
+    # as_strided, because view(-1) keeps the odd stride that a tensor of one element may have
+    return dense.as_strided((dense.numel(),), (1,))
 
 
 def copy_back(written: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> None:

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from ds_zipccl import tensors
+from ds_zipccl.codecs import memory
 from ds_zipccl.comm import engine, work
 from ds_zipccl.comm.bases.state import GATHER, Way
 from ds_zipccl.comm.context import Call, OpContext
@@ -20,7 +21,7 @@ from ds_zipccl.comm.engine import Agreed, CachedParameter, SharedBase, abandonin
 from ds_zipccl.comm.execution import execute
 from ds_zipccl.comm.group_state import group_state, resolve_group
 from ds_zipccl.comm.ops.all_gather import request_shards
-from ds_zipccl.comm.request import CallOptions, Request, equal_shards, shadow_of, unfit
+from ds_zipccl.comm.request import CallOptions, Request, equal_shards, shadow_of
 from ds_zipccl.comm.shadow_check import AnyShadow
 from ds_zipccl.config import DEFAULT, ZipcclConfig
 from ds_zipccl.ops import OPS
@@ -93,7 +94,7 @@ def gather_parts(
 
     Raises:
         CommError: a base is damaged, see :func:`.host.cached.ask`, or see :func:`.execution.execute`.
-        ValueError: the parts are not those of the tensors, or frames cannot carry these, see :func:`.request.unfit`.
+        ValueError: the parts are not those of the tensors, or no kernel can read these.
     """
     state = group_state(group)
     if state is None or sum(part.numel for part in parts) != input_tensor.numel():
@@ -101,8 +102,8 @@ def gather_parts(
             f"parts have {[part.numel for part in parts]} elements, the input has {input_tensor.numel()}; "
             "call on ranks of the group, and name all parameters of the input, in their order"
         )
-    if problem := unfit(GATHER, [input_tensor], [output_tensor]):
-        raise ValueError(f"{GATHER}: {problem}")
+    memory.admit("input_tensor", input_tensor)
+    memory.admit("output_tensor", output_tensor)
     call, sizes = Call(GATHER, resolve_group(group), config, role), [part.numel for part in parts]
     with torch.inference_mode():
         rows, shards = output_tensor.view(call.size, -1).split(sizes, 1), input_tensor.view(-1).split(sizes)
