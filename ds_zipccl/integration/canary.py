@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from datetime import timedelta
 
@@ -105,12 +105,12 @@ def _calls(
         summed = replace(coded, reduction="fp32")
         sums = numbers[rank].to(device, copy=True)
         comm.all_reduce(sums, group=group, config=summed, role="zero_grad")
-        yield "all_reduce", sums, _sum(numbers)
+        yield "all_reduce", sums, torch.stack(numbers).sum(0)
         numbers = [words.remainder(3) for words in numbers]  # the sums of a node too, in 16 bits
         for dtype in (torch.bfloat16, torch.float16):
             shard, words = tensors.empty(part, dtype, device), numbers[rank].to(device, dtype, copy=True)
             comm.reduce_scatter_tensor(shard, words, dist.ReduceOp.AVG, group, config=summed, role="zero_grad")
-            yield "reduce_scatter_tensor", shard, (_sum(numbers) / ranks).to(dtype).split(part)[rank]
+            yield "reduce_scatter_tensor", shard, (torch.stack(numbers).sum(0) / ranks).to(dtype).split(part)[rank]
 
 
 def _words(seed: int, numel: int) -> torch.Tensor:
@@ -121,10 +121,6 @@ def _words(seed: int, numel: int) -> torch.Tensor:
     words[::50_021] = float("inf")
     words[numel // 3 :] *= 2.0 ** (seed % 7)
     return words
-
-
-def _sum(numbers: Sequence[torch.Tensor]) -> torch.Tensor:
-    return torch.stack(list(numbers)).sum(0)
 
 
 def _wrong(name: str, got: torch.Tensor, wanted: torch.Tensor) -> str:

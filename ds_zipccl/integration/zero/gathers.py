@@ -308,10 +308,8 @@ def part_of(cached: CachedParameter | None, numel: int, dtype: torch.dtype) -> P
 
 def forget(params: Iterable[Any]) -> None:
     """End the versions of parameters. All ranks of their groups call."""
-    for param in params:
-        one = getattr(param, STATE, None)
-        if one is not None:
-            one.forget()
+    for one in filter(None, states_of(params, Versioned)):
+        one.forget()
 
 
 def versions_of(params: Iterable[Any]) -> list[Any]:
