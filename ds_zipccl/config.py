@@ -136,7 +136,9 @@ class ZipcclConfig:
         "auto: with ZeRO-1 and ZeRO-2, send every slice of a gradient bucket only to the ranks that own it, which halves the bytes "
         "of the all-reduce. off: all-reduce the bucket.",
     ] = "auto"
-    min_bytes: Annotated[int, Within(0, _BYTES), "Messages smaller than this many bytes pass through."] = 65536
+    min_bytes: Annotated[
+        int, Within(0, _BYTES), "Messages of fewer bytes pass through; in a send each element counts as two."
+    ] = 65536
     nccl: Annotated[
         Literal["auto", "on", "off"],
         "auto: code gathers and exchanges of NCCL groups, once the first four optimizer steps have shown that coded copies have the words "

@@ -174,7 +174,8 @@ def _tuner_of(
 
 
 def decide_message(op: str, tensor: torch.Tensor, state: GroupState, config: ZipcclConfig, role: str) -> Decision:
-    """Decide on a single message between two ranks.
+    """Decide on a single message between two ranks, by the number of elements: gloo lets a receive have another dtype than its send, as in
+    DeepSpeed's pipelines, and both ends decide alike.
 
     Raises:
         ValueError: frames cannot carry the tensor, see :func:`.request.unfit`.
@@ -191,6 +192,8 @@ def decide_message(op: str, tensor: torch.Tensor, state: GroupState, config: Zip
     if config.mode_of(role) != "auto":
         return admitted
     profile = link_profile(state, tensor.device.type)
-    if profile is not None and not cost_model.send_may_gain(tensor.nbytes, tensor.dtype, profile, config.staging):
+    if profile is not None and not cost_model.send_may_gain(
+        2 * tensor.numel(), torch.bfloat16, profile, config.staging
+    ):
         return Decision.passing(PassReason.LINK_IS_FASTER)
     return admitted

@@ -65,8 +65,9 @@ class Message:
 
     @property
     def nbytes(self) -> int | None:
-        """The bytes of the whole message; None where ranks may see different sizes."""
-        return None if self.numel is None else self.numel * self.dtype.itemsize
+        """The bytes of the whole message, of a send those of as many elements of bf16; None where ranks may see different sizes."""
+        itemsize = 2 if OPS[self.op].point_to_point else self.dtype.itemsize
+        return None if self.numel is None else self.numel * itemsize
 
     def describe(self, size: str) -> str:
         """Return messages of this kind in words, for the table. ``size``: of their class."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 import struct
@@ -280,11 +281,10 @@ def memory_is_bounded(rank: int, ranks: int) -> None:
 BAD: dict[str, tuple[Callable[[bytearray], None], str]] = {
     "version": (lambda content: content.__setitem__(4, 2), "version 2"),
     "body": (lambda content: content.__setitem__(5, 7), "no announcement has them"),
-    "dtype": (lambda content: content.__setitem__(6, 3), "one dtype and size"),
+    "dtype": (lambda content: content.__setitem__(6, 99), "no announcement has them"),
     "report": (lambda content: content.__setitem__(7, 2), "no announcement has them"),
     "number": (lambda content: content.__setitem__(11, 255), "no announcement has them"),
     "reserved": (lambda content: content.__setitem__(12, 1), "no announcement has them"),
-    "size": (lambda content: content.__setitem__(16, 1), "one dtype and size"),
     "padding": (lambda content: content.__setitem__(31, 1), "no announcement has them"),
 }
 
@@ -294,13 +294,55 @@ def test_bad_announcements_are_refused(case: str) -> None:
     announcement = Announcement(Body.FRAMES, torch.bfloat16, 200000, BODY_TAGS - 1)
     part = announcement.pack(torch.full((40,), 9, dtype=torch.uint8))
     assert part.numel() == ANNOUNCEMENT_BYTES
-    assert parse_announcement(part, torch.bfloat16, 200000) == announcement
+    assert parse_announcement(part) == announcement
     assert announcement.tag < 1 << 31 and announcement.tag >= TagRange.BODY > TagRange.CALIBRATION
     change, words = BAD[case]
     content = bytearray(part.numpy().tobytes())
     change(content)
     with pytest.raises(ValueError, match=words):
-        parse_announcement(torch.frombuffer(content, dtype=torch.uint8), torch.bfloat16, 200000)
+        parse_announcement(torch.frombuffer(content, dtype=torch.uint8))
+
+
+#: dtype and elements of what is sent, and of what receives it; 1: a byte beside the address of a word.
+OTHER_KINDS = [
+    ((sent, numel), (received, more))
+    for numel in (100, 40_000, 1_500_000)
+    for sent, received, more in (
+        (torch.bfloat16, torch.int64, numel),
+        (torch.float32, torch.float64, numel + 1),
+        (torch.bool, torch.float16, numel),
+        (torch.int64, torch.bfloat16, 4 * numel + 5),
+        (torch.bfloat16, torch.uint8, 2 * numel + 3),
+        (torch.float16, torch.float16, numel + 7),
+    )
+]
+
+
+@runner.together(2)
+def receives_of_another_dtype_or_size(rank: int, ranks: int) -> None:
+    """As over gloo: the message is the first bytes, and the others stay."""
+    for config, _, ((sent, numel), (received, more)) in itertools.product(
+        (CODED, MEASURED, ZipcclConfig(enabled=True)), range(2), OTHER_KINDS
+    ):
+        if rank == 0:
+            tensor = (torch.arange(numel) % 3).to(sent)
+            dist.send(tensor, 1)
+            comm.send(tensor, 1, config=config)
+            continue
+        want, got = (torch.full((more + 1,), 7).to(received)[1:] for _ in range(2))
+        dist.recv(want, 0)
+        comm.recv(got, 0, config=config)
+        assert torch.equal(got.view(torch.uint8), want.view(torch.uint8)), (config, sent, numel, received, more)
+
+
+@runner.together(2)
+def shorter_receives(rank: int, ranks: int) -> None:
+    """Refused; gloo ends the process."""
+    if rank:
+        with pytest.raises(CommError, match=r"frame .* refused: 1000 elements of torch.int64 have 8000 bytes"):
+            recv(torch.zeros(999, dtype=torch.int64), 0)
+    else:
+        send(torch.arange(1000), 1)
 
 
 def _damage(what: str) -> None:

@@ -207,6 +207,52 @@ def pipeline(lab: Lab, zero: int, mask: bool, tied: bool = False) -> None:
         lab.losses.append(engine.train_batch(data).item().hex())
 
 
+class Numbers(nn.Linear):
+    """A layer that hands on numbers and factors too. DeepSpeed receives the gradients of the factors in the memory of the numbers."""
+
+    def forward(self, given: Any) -> Any:  # type: ignore[override]
+        if not isinstance(given, tuple):
+            given = given, torch.arange(4096), torch.ones(2, WIDTH, dtype=given.dtype, requires_grad=True)
+        x, numbers, factors = given
+        return super().forward(x) * factors[:1], numbers, factors
+
+
+class Mean(nn.Module):
+    def forward(self, given: Any) -> torch.Tensor:
+        return given[0].float().pow(2).mean()
+
+
+def numbers(lab: Lab) -> None:
+    from deepspeed.pipe import PipelineModule
+
+    layers = [*(Numbers(WIDTH, WIDTH) for _ in range(6)), Mean()]
+    model = PipelineModule(layers, num_stages=3, loss_fn=lambda found, _: found)
+    engine = lab.start(model, 0, gradient_accumulation_steps=2, gradient_clipping=0.0)
+    for step in range(STEPS):
+        x = torch.full((BATCH, WIDTH), 1.0 + step).bfloat16()
+        lab.losses.append(engine.train_batch(iter([(x, x)] * 2)).item().hex())
+
+
+class Unlike(nn.Module):
+    """Ranks use two layers in another order, or, with ``heads``, one of them each: sums of DeepSpeed mix their gradients up."""
+
+    def __init__(self, heads: bool) -> None:
+        super().__init__()
+        self.trunk, self.heads = nn.Linear(WIDTH, WIDTH), heads
+        self.ends = nn.ModuleList(nn.Linear(WIDTH, WIDTH, bias=heads or not turn) for turn in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x, ends = self.trunk(x), list(self.ends)[:: 1 - 2 * (dist.get_rank() % 2)]
+        for layer in ends[: 1 if self.heads else 2]:
+            x = layer(x)
+        return x.float().pow(2).mean()
+
+
+def unlike(lab: Lab, heads: bool, bucket: int = 10_000_000) -> None:
+    lab.start(Unlike(heads), {"stage": 2, "reduce_bucket_size": bucket})
+    lab.train(lambda step: (torch.full((BATCH, WIDTH), 1.0 + step + lab.rank).bfloat16(),))
+
+
 def secondary(lab: Lab) -> None:
     lab.start(llama(), {"stage": 3, "zero_hpz_partition_size": 2, "stage3_param_persistence_threshold": 0})
     lab.train(lambda step: (lab.tokens(step),), of_tokens)
@@ -230,7 +276,11 @@ CASES: dict[int, dict[str, tuple[Case, dict[str, set[str]], set[str]]]] = {
         "pipeline": (make(pipeline, zero=0, mask=False), STAGES, {"send"}),
         "pipeline mask": (make(pipeline, zero=1, mask=True), STAGES, {"send"}),
         "pipeline tied": (make(pipeline, zero=1, mask=False, tied=True), STAGES, {"send", SUMS}),
+        "other orders": (make(unlike, heads=False), {}, {GATHERS}),
+        "other heads": (make(unlike, heads=True), {}, {GATHERS}),
+        "other heads, small buckets": (make(unlike, heads=True, bucket=WIDTH * WIDTH), {}, {GATHERS}),
     },
+    3: {"pipeline of numbers": (numbers, STAGES, {"send"})},
     4: {
         "ulysses zero1": (make(ulysses, zero=1), ULYSSES, {EXCHANGES, OWNERS, GATHERS}),
         "ulysses of transformers, 2 kv heads": (make(ulysses_of_transformers, kv_heads=2), LLAMA, {EXCHANGES, GATHERS}),
@@ -242,7 +292,7 @@ CASES: dict[int, dict[str, tuple[Case, dict[str, set[str]], set[str]]]] = {
     },
 }
 #: Cases of the short tier, on two ranks.
-SHORT = [(2, name) for name in ("ulysses zero1", "domino", "pipeline mask")]
+SHORT = [(2, name) for name in ("ulysses zero1", "domino", "pipeline mask", "other orders", "other heads")]
 
 trained = fixture_of(__file__, CASES)
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -148,3 +149,17 @@ class FrameCoder:
         """Add ``values`` to ``sums``, of their dtype or float32."""
         add = plain_sums.add if self._staging is not None else kernels.adder(self.route, self._ctx.device)
         add(values, sums)
+
+
+@contextmanager
+def written_as(flat: torch.Tensor, dtype: torch.dtype, numel: int) -> Iterator[torch.Tensor]:
+    """Give ``numel`` elements of ``dtype`` to write in the place of the first bytes of ``flat``, which has as many."""
+    if (flat.dtype, flat.numel()) == (dtype, numel):
+        yield flat
+        return
+    part = flat.view(torch.uint8)[: numel * dtype.itemsize]
+    aligned = part.data_ptr() % dtype.itemsize == 0 and part.storage_offset() % dtype.itemsize == 0
+    words = (part if aligned else tensors.empty(part.numel(), torch.uint8)).view(dtype)
+    yield words
+    if not aligned:
+        part.copy_(words.view(torch.uint8))

@@ -74,13 +74,15 @@ class Inbox:
 
 class Receipt:
     """The place of one receive in the order of its channel. Made, and given its handle ``work``, while the inbox's lock is held. The handle
-    is kept until the receive ends, as the program may drop it, and no longer: it refers to the group."""
+    is kept until the receive ends, as the program may drop it, and no longer: it refers to the group. ``ordered``: the receive's own tensor
+    is of a kind that is remembered. A sender's may be so where the receive's is not: such receives should end in order."""
 
-    def __init__(self, inbox: Inbox, peer: int | None, kind: Kind, most: int) -> None:
-        self._inbox, self._peer, self._kind, self._most = inbox, peer, kind, most
-        self._earlier = tuple(inbox.open)
+    def __init__(self, inbox: Inbox, peer: int | None, most: int, ordered: bool) -> None:
+        self._inbox, self._peer, self._most = inbox, peer, most
+        self._earlier = tuple(inbox.open) if ordered else ()
         self.work: Work | None = None
-        inbox.open.append(self)
+        if ordered:
+            inbox.open.append(self)
 
     def take_turn(self, source: int) -> None:
         """Block until the earlier receives of the channel of ``source``, from which this one's message has arrived, have ended.
@@ -98,22 +100,22 @@ class Receipt:
     def end(self) -> None:
         """Give the place up, after the tensor was kept or the receive has failed."""
         with self._inbox.lock:
-            self._inbox.open.remove(self)
+            self._inbox.open[:] = (one for one in self._inbox.open if one is not self)
         self._earlier, self.work = (), None
 
-    def copy(self, source: int) -> torch.Tensor | None:
-        """Return the copy of the last tensor of the channel, flat; None without one. Valid until :meth:`keep`."""
-        return self._inbox.copies(source).get(self._kind)
+    def copy(self, source: int, kind: Kind) -> torch.Tensor | None:
+        """Return the copy of the last tensor of a kind of the channel, flat; None without one. Valid until :meth:`keep`."""
+        return self._inbox.copies(source).get(kind)
 
     def keep(self, source: int, flat: torch.Tensor) -> None:
         """Remember a tensor of the channel, the contents of ``flat``. Bytes are copied: a copy of bools may not keep bytes above 1."""
-        latest, content = self._inbox.copies(source), flat.view(torch.uint8)
-        kept = latest.get(self._kind)
+        kind, latest, content = (flat.dtype, flat.numel()), self._inbox.copies(source), flat.view(torch.uint8)
+        kept = latest.get(kind)
         if kept is None:
             kept = content.clone().view(flat.dtype)
         else:
             kept.view(torch.uint8).copy_(content)
-        latest.put(self._kind, kept, kept.nbytes, self._most)
+        latest.put(kind, kept, kept.nbytes, self._most)
 
 
 class _Channels:

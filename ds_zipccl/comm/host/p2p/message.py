@@ -27,7 +27,7 @@ from ds_zipccl.codecs import known
 from ds_zipccl.comm.buffer_pool import POOL, PooledBuffers
 from ds_zipccl.comm.context import OpContext
 from ds_zipccl.comm.group_state import region_hash
-from ds_zipccl.comm.host.frames import FrameCoder
+from ds_zipccl.comm.host.frames import FrameCoder, written_as
 from ds_zipccl.comm.host.p2p import choice
 from ds_zipccl.comm.host.p2p import known as p2p_known
 from ds_zipccl.comm.host.p2p.choice import Way
@@ -37,7 +37,7 @@ from ds_zipccl.comm.request import Change, Post, logical_order
 from ds_zipccl.comm.shadow_check import Shadow
 from ds_zipccl.comm.transport.protocol import BODY_TAGS, TagRange
 from ds_zipccl.comm.work import PointToPointWork, PostedWork, Work
-from ds_zipccl.frame import DTYPE_IDS
+from ds_zipccl.frame import DTYPE_IDS, parse
 from ds_zipccl.policy import wire
 from ds_zipccl.telemetry import counters, ranges
 
@@ -85,23 +85,20 @@ class Announcement(NamedTuple):
         return buffer[:ANNOUNCEMENT_BYTES]
 
 
-def parse_announcement(part: torch.Tensor, dtype: torch.dtype, numel: int) -> Announcement:
-    """Return the announcement in the first bytes of ``part``, for a receiver of ``numel`` elements of ``dtype``.
+def parse_announcement(part: torch.Tensor) -> Announcement:
+    """Return the announcement in the first bytes of ``part``.
 
     Raises:
-        ValueError: a field is not one that :meth:`Announcement.pack` writes, or the sender's tensor is of another dtype or size.
+        ValueError: a field is not one that :meth:`Announcement.pack` writes.
     """
     content = bytes(part[:ANNOUNCEMENT_BYTES].numpy())
-    _, version, body, dtype_id, report, number, zero, announced = _LAYOUT.unpack_from(content)
+    _, version, body, dtype_id, report, number, zero, numel = _LAYOUT.unpack_from(content)
     if version != _VERSION:
         raise ValueError(f"version {version}, wanted {_VERSION}: use the same ds_zipccl on all ranks")
-    if body not in tuple(Body) or number >= BODY_TAGS or report > 1 or zero or any(content[_LAYOUT.size :]):
+    dtype = next((one for one, known_id in DTYPE_IDS.items() if known_id == dtype_id), None)
+    wrong = body not in tuple(Body) or number >= BODY_TAGS or report > 1 or zero or any(content[_LAYOUT.size :])
+    if dtype is None or wrong:
         raise ValueError(f"got the bytes {content.hex()}, no announcement has them")
-    if dtype_id != DTYPE_IDS[dtype] or announced != numel:
-        raise ValueError(
-            f"it is for {announced} elements of dtype number {dtype_id}, wanted {numel} {dtype} (number {DTYPE_IDS[dtype]}): "
-            f"send and receive tensors of one dtype and size"
-        )
     return Announcement(Body(body), dtype, numel, number, bool(report))
 
 
@@ -203,18 +200,19 @@ class Outgoing:
 
 class Incoming:
     """A tensor that arrives, from rank ``peer`` of the group or, where that is None, from any rank. The constructor posts the receive of
-    the part on the context's first tag; it does not block."""
+    the part on the context's first tag; it does not block.
 
-    def __init__(self, ctx: OpContext, numel: int, dtype: torch.dtype, peer: int | None) -> None:
-        self._ctx, self._numel, self._dtype, self._peer = ctx, numel, dtype, peer
+    As with gloo's own receives, the sender's tensor may have another dtype, and fewer bytes: it then is the first bytes of this one.
+    """
+
+    def __init__(self, ctx: OpContext, numel: int, dtype: torch.dtype, peer: int | None, tag: int) -> None:
+        self._ctx, self._numel, self._peer, self._tag = ctx, numel, peer, tag
         self._coder = FrameCoder(ctx)
         self._piece = _fragment_numel(ctx, numel, dtype.itemsize)
-        self._buffers = PooledBuffers()
-        self._part = (
-            self._buffers.take(max(ANNOUNCEMENT_BYTES, known.FRAME_BYTES))
-            if numel > self._piece
-            else self._coder.recv_buffer(numel, dtype, self._buffers)
-        )
+        self._buffers, nbytes = PooledBuffers(), numel * dtype.itemsize
+        # of a sender whose tensor is one fragment, whatever its dtype; frames of bf16 are the largest
+        most = max(size * _fragment_numel(ctx, -(-nbytes // size), size) for size in (1, 2, 4, 8))
+        self._part = self._coder.recv_buffer(-(-min(most, nbytes) // 2), torch.bfloat16, self._buffers)
         self._handle = ctx.transport.post_recv(self._part, peer, ctx.tag(0))
         #: An attribute: gloo may still write to the buffers of a body that has failed.
         self._body: object = None
@@ -222,7 +220,7 @@ class Incoming:
     @property
     def may_have_body(self) -> bool:
         """Whether the sender may announce a body: it then needs this rank before the program here waits for the tensor."""
-        return self._numel > self._piece or choice.is_chosen(self._ctx)
+        return self._numel > self._piece or self._ctx.config.mode_of(self._ctx.role) == "auto"
 
     def source(self) -> int:
         """Return the group rank of the sender, after :meth:`wait`."""
@@ -240,29 +238,39 @@ class Incoming:
         Raises:
             CommError: an announcement or a frame is refused, or the sender or the transport failed.
         """
-        ctx, source, last = self._ctx, self.source(), None
+        ctx, source = self._ctx, self.source()
         if receipt is not None:
             receipt.take_turn(source)
-            last = receipt.copy(source)
-        if bytes(self._part[: len(_MAGIC)].numpy()) != _MAGIC:  # no announcement arrived on the caller's tag
-            self._coder.decompress(self._part, source, out, last)
-        else:
-            try:
-                announcement = parse_announcement(self._part, self._dtype, self._numel)
-            except ValueError as error:
-                refused = f"announcement from global rank {ctx.global_rank(source)} refused: {error}"
-                raise ctx.error(refused) from error
-            with ctx.naming("receiving from", source):
-                if announcement.body == Body.BYTES:
-                    self._take_bytes(announcement.tag, source, out.view(torch.uint8))
-                else:
-                    piece = self._numel if announcement.body == Body.FRAME else self._piece
-                    self._take_frames(announcement.tag, source, out.split(piece))
-            if announcement.report:
-                choice.report(ctx, source, announcement.number, time.perf_counter() - self._arrived)
-        if receipt is not None:
-            receipt.keep(source, out)
+        announced = bytes(self._part[: len(_MAGIC)].numpy()) == _MAGIC
+        try:
+            with ctx.refusing(source):
+                sent = parse_announcement(self._part) if announced else parse(self._part)
+            kind, nbytes = (sent.dtype, sent.numel), sent.numel * sent.dtype.itemsize
+            if nbytes > out.nbytes:
+                wanted = f"at most the {out.nbytes} of {out.numel()} elements of {out.dtype}: pass a longer tensor to the receive"
+                raise ValueError(f"{sent.numel} elements of {sent.dtype} have {nbytes} bytes, wanted {wanted}")
+        except ValueError as error:
+            what = "announcement" if announced else "frame"
+            raise ctx.error(f"{what} from global rank {ctx.global_rank(source)} refused: {error}") from error
+        with written_as(out, *kind) as words:
+            if isinstance(sent, Announcement):
+                with ctx.naming("receiving from", source):
+                    self._take_body(sent, source, words)
+            else:
+                self._coder.decompress(self._part, source, words, receipt and receipt.copy(source, kind))
+            if receipt is not None and p2p_known.remembers(*kind, self._tag, ctx.config):
+                receipt.keep(source, words)
         self._buffers.release()
+
+    def _take_body(self, sent: Announcement, source: int, words: torch.Tensor) -> None:
+        if sent.body == Body.BYTES:
+            self._take_bytes(sent.tag, source, words.view(torch.uint8))
+        else:
+            whole = sent.body == Body.FRAME
+            piece = sent.numel if whole else _fragment_numel(self._ctx, sent.numel, sent.dtype.itemsize)
+            self._take_frames(sent.tag, source, words.split(piece))
+        if sent.report:
+            choice.report(self._ctx, source, sent.number, time.perf_counter() - self._arrived)
 
     def _take_frames(self, tag: int, source: int, fragments: Sequence[torch.Tensor]) -> None:
         self._body = body = Exchange(self._ctx, 0, self._coder, tag=tag)
@@ -349,14 +357,14 @@ def receive(post: Post, *, blocking: bool) -> Work:
             (shadow or beside(message.source())).compare([tensor], ctx.error)
         counters.record(role, "recv", 0, 0, POOL.peak)
 
-    kind, receipt = (tensor.dtype, tensor.numel()), None
-    remembered = p2p_known.remembers(*kind, tag, config)
-    inbox = p2p_known.inbox(ctx.state, tag) if remembered else None
+    receipt = None
+    ordered = p2p_known.remembers(tensor.dtype, tensor.numel(), tag, config)
+    inbox = p2p_known.inbox(ctx.state, tag) if tag < p2p_known.TAGS else None
     with torch.inference_mode(), tensors.undisturbed(), ctx.naming(doing), inbox.lock if inbox else nullcontext():
-        message = Incoming(ctx, tensor.numel(), tensor.dtype, peer)
+        message = Incoming(ctx, tensor.numel(), tensor.dtype, peer, tag)
         shadow = beside(peer) if config.check == "shadow" and peer is not None else None
         if inbox is not None:
-            receipt = Receipt(inbox, peer, kind, p2p_known.limit(config))
+            receipt = Receipt(inbox, peer, p2p_known.limit(config), ordered)
         handle: Work = (
             PointToPointWork("recv", [tensor], message.source, ctx.transport.timeout()).begin(lambda: finish(_NO_END))
             if message.may_have_body and not blocking
