@@ -1,7 +1,7 @@
 """send, recv, isend, irecv: a message for each tensor, matched by peer and the caller's tag, in order.
 
 Sender and receiver of a compressed message must have the same config and as many elements. As with gloo, the receiver's dtype may be
-another one of the same size or a larger one, and its tensor longer where both ends admit the message: the first bytes are the sender's.
+another, and its tensor longer where that too has `min_bytes`: the message is the first bytes, and the others stay.
 """
 
 from __future__ import annotations

@@ -257,7 +257,7 @@ class Incoming:
                 with ctx.naming("receiving from", source):
                     self._take_body(sent, source, words)
             else:
-                self._coder.decompress(self._part, source, words, receipt and receipt.copy(source, kind))
+                self._coder.decompress(self._part, source, words, receipt.copy(source, kind) if receipt else None)
             if receipt is not None and p2p_known.remembers(*kind, self._tag, ctx.config):
                 receipt.keep(source, words)
         self._buffers.release()
