@@ -7,6 +7,7 @@ import functools
 import io
 import itertools
 import random
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -166,15 +167,16 @@ def owners_differ(rank: int, ranks: int) -> None:
 
 
 def on_both_sides_of_min_bytes(rank: int, ranks: int) -> None:
-    tensor = torch.ones(40_000 - 20_000 * rank, dtype=torch.bfloat16)
-    comm.reduce_to_owners(tensor, [(tensor.numel(), (0,))], config=replace(AUTO, min_bytes=65_536))
+    for numel in (40_000, 40_000 - 20_000 * rank):
+        tensor = torch.ones(numel, dtype=torch.bfloat16)
+        comm.reduce_to_owners(tensor, [(numel, (0,))], config=replace(AUTO, min_bytes=65_536))
 
 
 def test_buckets_on_both_sides_of_min_bytes_fail_as_plain_ones() -> None:
     """gloo ends a rank or its connection at once; nobody waits for the times of a rank that sends none."""
     with pytest.raises(runner.RankFailure) as found:
         runner.run(on_both_sides_of_min_bytes, 2, timeout=60)
-    assert "the times that ranks measured" not in str(found.value)
+    assert not re.search("did not finish|times that ranks measured", str(found.value))
 
 
 def grid_of_the_shard() -> None:
