@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ds_zipccl import kernels
+from ds_zipccl import kernels, tensors
 from ds_zipccl.codecs import CODECS, compress, compress_bound, compress_segments, decompress, decompress_add
 from ds_zipccl.codecs.known import NO_KEY
 from ds_zipccl.comm.buffer_pool import PooledBuffers
