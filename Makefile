@@ -21,7 +21,7 @@ unexport PYTHONDONTWRITEBYTECODE
 export DS_ACCELERATOR = cpu
 export PYTHONWARNINGS = ignore::FutureWarning
 
-.PHONY: demo test test-all every-test corpus step-logs doctor-check fuzz soak soak-sim gpu gpu-wheels simai cpu-instructions wheels matrix results dockerfile mutants size lint clean
+.PHONY: demo test test-all every-test corpus step-logs doctor-check fuzz fuzz-config soak soak-sim traces gpu gpu-wheels simai cpu-instructions wheels matrix results dockerfile mutants size lint clean
 
 # torch first and pinned: with it in place nothing else pulls another build. DS_BUILD_OPS=0: DeepSpeed compiles nothing at install.
 # --no-compile: an import compiles the few modules that it needs, of fourteen thousand.
@@ -72,6 +72,11 @@ doctor-check: $(VENV)/ready
 fuzz: $(VENV)/ready
 	PYTHONPATH=$(TEST_PATH) $(BIN)/python tests/fuzz/asan.py $(FUZZ_SECONDS)
 
+# Random configurations of DeepSpeed and this package, seeds 0 to CONFIGS - 1, each trained plain and coded; eight minutes on two cores.
+CONFIGS ?= 300
+fuzz-config: $(VENV)/ready
+	PYTHONPATH=$(TEST_PATH):tests/fuzz $(BIN)/python tests/fuzz/configurations.py $(CONFIGS)
+
 # Half an hour of random operations on four ranks, each compared with the plain collective; `make test-all` has one minute of them.
 soak: $(VENV)/ready
 	PYTHONPATH=$(TEST_PATH) $(BIN)/python tests/soak.py $(SOAK_SECONDS)
@@ -79,6 +84,12 @@ soak: $(VENV)/ready
 # Random programs on a simulated GPU with a simulated NCCL, for seeds 0 to SEEDS - 1 on 2, 3, 4 and 8 ranks each; half an hour on two cores.
 soak-sim: $(VENV)/ready
 	PYTHONPATH=$(TEST_PATH) $(BIN)/python tests/on_sim/soak.py $(SEEDS)
+
+# Every message and result of fixed calls and trainings, beside those of tests/golden/traces.gz: each difference has a line, another result
+# is an error. After a change of messages on purpose, copy out/traces.gz there. Some minutes.
+traces: $(VENV)/ready
+	PYTHONPATH=$(TEST_PATH):tests/fuzz $(BIN)/python tests/traces.py record out/traces.gz
+	PYTHONPATH=$(TEST_PATH):tests/fuzz $(BIN)/python tests/traces.py compare tests/golden/traces.gz out/traces.gz
 
 # On a machine with a GPU, in the environment of $(PYTHON), which has torch with CUDA and numpy; pytest, DeepSpeed and a compiled driver come
 # from there, or from the folder WHEELS. In less than ten minutes: kernels, NCCL, trainings, sanitizers, tests and measurements; with FIRST=1

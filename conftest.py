@@ -32,6 +32,7 @@ NEED_DEEPSPEED = (
     "tests/integration/test_backend.py",
     "tests/integration/test_backend_traffic.py",
     "tests/integration/test_bypass.py",
+    "tests/integration/test_configurations.py",
     "tests/integration/test_engines.py",
     "tests/integration/test_engines_agreed.py",
     "tests/integration/test_engines_on_streams.py",
@@ -47,6 +48,7 @@ NEED_DEEPSPEED = (
     "tests/integration/test_start_line.py",
     "tests/integration/test_telemetry_ranks.py",
     "tests/integration/test_train.py",
+    "tests/test_traces.py",
     "tests/test_way_of_a_tensor.py",
 )
 collect_ignore = [] if importlib.util.find_spec("deepspeed") else list(NEED_DEEPSPEED)

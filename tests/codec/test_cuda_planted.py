@@ -294,7 +294,7 @@ def test_every_mistake_can_be_planted() -> None:
     assert set(places.values()) == {1}, places
 
 
-@pytest.mark.planted
+@pytest.mark.by_turns
 @pytest.mark.full(reason="each has an emulation of its own to compile")
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("where", MISTAKES)

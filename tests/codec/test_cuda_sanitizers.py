@@ -83,7 +83,7 @@ MISTAKES: dict[str, tuple[str, str, str, str]] = {
 }  # fmt: skip
 
 
-@pytest.mark.planted
+@pytest.mark.by_turns
 @pytest.mark.full(reason="each has an emulation of its own to compile")
 @pytest.mark.parametrize("mistake", [*MISTAKES, ""])
 def test_a_mistake_is_seen(mistake: str, environment: dict[str, str]) -> None:

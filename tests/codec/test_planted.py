@@ -501,7 +501,7 @@ def _library(codec: str, changes: Mapping[str, tuple[Change, ...]]) -> CppBacken
     return CppBackend(ctypes.CDLL(str(path)), ALONE[codec][0] if codec in ALONE else SIGNATURES)
 
 
-@pytest.mark.planted
+@pytest.mark.by_turns
 @pytest.mark.parametrize(
     ("codec", "name"),
     tiers.mostly_full(

@@ -82,7 +82,7 @@ BOUNDS = {
 }
 
 
-@pytest.mark.planted
+@pytest.mark.by_turns
 @pytest.mark.parametrize(
     ("fuzzer", "bound"),
     tiers.mostly_full(

@@ -77,7 +77,7 @@ PLANTED: dict[str, tuple[str, builds.Change]] = {
 }
 
 
-@pytest.mark.planted
+@pytest.mark.by_turns
 @pytest.mark.full(reason="each has an emulation to compile")
 @pytest.mark.parametrize("fault", [*PLANTED, ""])
 def test_the_driver_notices_a_planted_fault(fault: str, emulated: list[str], capfd: pytest.CaptureFixture[str]) -> None:

@@ -34,7 +34,7 @@ LONG = (
     "tests/integration/test_engines.py",
     "tests/test_packaging.py",
 )
-#: Runs in which each planted mistake has its turn once, on average.
+#: Runs in which each test marked ``by_turns`` has its turn once, on average.
 PLANTED_RUNS = 3
 #: Variants that take ten times as long as the native route or more.
 SLOW = ("numba", "emulated")
@@ -81,16 +81,16 @@ def leave_out_repetitions(items: list[pytest.Item]) -> None:
 
 
 def by_turns(items: Sequence[pytest.Item], run: str) -> None:
-    """Skip two thirds of the tests marked ``planted``, others in another run: each compiles a kernel with a mistake, to prove that a test
+    """Skip two thirds of the tests marked ``by_turns``, others in another run: most compile a kernel with a mistake, to prove that a test
     can fail, and together they are a seventh of all tests.
 
     Args:
         run: hexadecimal number of this run, which all workers have.
     """
-    planted = [item for item in items if item.get_closest_marker("planted") is not None]
+    planted = [item for item in items if item.get_closest_marker("by_turns") is not None]
     for number, item in enumerate(planted, start=int(run, 16)):
         if number % PLANTED_RUNS:
-            item.add_marker(pytest.mark.skip(reason="another run has this mistake; a run of its file has all"))
+            item.add_marker(pytest.mark.skip(reason="another run has it; a run of its file has all"))
 
 
 def repeat_timings(items: Sequence[pytest.Item]) -> None:
