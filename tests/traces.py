@@ -21,6 +21,7 @@ import difflib
 import functools
 import gzip
 import hashlib
+import itertools
 import json
 import os
 import platform
@@ -118,9 +119,8 @@ class Trace:
             )
 
     def _collective(self, name: str, group: dist.ProcessGroup, *args: Any, **kwargs: Any) -> None:
-        nbytes = sum(tensor.nbytes for tensor in _tensors((args, list(kwargs.values()))))
         with self._lock:
-            self._plain[self._group(group)].append(f"{name} {nbytes}")
+            self._plain[self._group(group)].append(f"{name} {_nbytes((args, kwargs))}")
 
     def result(self, name: str, *tensors: Any) -> None:
         """Note a result."""
@@ -142,22 +142,28 @@ class Trace:
         return f"tag {tag}" if kind is None else f"{kind.name}+{tag - kind}"
 
 
-def _tensors(values: Any) -> Iterator[torch.Tensor]:
-    if isinstance(values, torch.Tensor):
+def _leaves(values: Any) -> Iterator[Any]:
+    """Yield the tensors and texts in any lists and dicts."""
+    if isinstance(values, (torch.Tensor, str)):
         yield values
     elif isinstance(values, (list, tuple, dict)):
         for value in values.values() if isinstance(values, dict) else values:
-            yield from _tensors(value)
+            yield from _leaves(value)
+
+
+def _nbytes(values: Any) -> int:
+    return sum(leaf.nbytes for leaf in _leaves(values) if isinstance(leaf, torch.Tensor))
 
 
 def digest(values: Any) -> str:
-    """Return a hash of the bits of tensors, and of texts, in any lists."""
+    """Return a hash of the bits of tensors, and of texts, in any lists and dicts."""
     found = hashlib.blake2b()
-    if isinstance(values, str):
-        found.update(values.encode())
-    for tensor in _tensors(values):
-        flat = tensor.detach().reshape(-1).clone(memory_format=torch.contiguous_format)
-        found.update(f"{flat.dtype}{len(flat)}".encode() + flat.view(torch.uint8).numpy().tobytes())
+    for leaf in _leaves(values):
+        if isinstance(leaf, str):
+            found.update(leaf.encode())
+        else:
+            flat = leaf.detach().reshape(-1).clone(memory_format=torch.contiguous_format)
+            found.update(f"{flat.dtype}{len(flat)}".encode() + flat.view(torch.uint8).numpy().tobytes())
     return found.hexdigest()
 
 
@@ -167,21 +173,21 @@ def digest(values: Any) -> str:
 def move(
     trace: Trace, kind: str, sizes: Sequence[int] = SIZES, calls: Sequence[Any] = moves.EVERYTHING, **settings: Any
 ) -> None:
-    for seed, (size, call) in enumerate((size, call) for size in sizes for call in calls):
+    for seed, size in enumerate(sizes):
         inputs = [moves.filled(peer, size, corpus.SUMMED[kind], seed) for peer in range(trace.ranks)]
-        for later in (False, True):
+        for call, later in itertools.product(calls, (False, True)):
             outputs, _ = call(moves.coded(**settings), inputs, trace.rank, later)
             trace.result(f"{call.__name__} {size}", outputs)
 
 
 def add(trace: Trace, kind: str, sizes: Sequence[int] = SIZES[1:], **settings: Any) -> None:
-    for seed, (size, call) in enumerate((size, call) for size in sizes for call in sums.EVERYTHING):
-        if size < trace.ranks and "scatter" in call.__name__:
-            continue  # gloo refuses empty ones
-        for number, fill in enumerate((sums.bell, sums.wild)):
-            op = dist.ReduceOp.AVG if seed % 2 else dist.ReduceOp.SUM
-            mine = fill(trace.rank, size, corpus.SUMMED[kind], seed)
-            got = call(moves.coded(**settings), mine, op, bool((seed + number) % 2))
+    for seed, (size, fill) in enumerate(itertools.product(sizes, (sums.bell, sums.wild))):
+        given = fill(trace.rank, size, corpus.SUMMED[kind], seed)
+        for number, call in enumerate(sums.EVERYTHING):
+            if size < trace.ranks and "scatter" in call.__name__:
+                continue  # gloo refuses empty ones
+            op = dist.ReduceOp.AVG if number % 3 == 2 else dist.ReduceOp.SUM
+            got = call(moves.coded(**settings), given.clone(), op, bool((seed + number) % 2))
             if got is not None:  # else undefined
                 trace.result(f"{call.__name__} {size} {fill.__name__}", got.masked_fill(got.isnan(), torch.nan))
 
@@ -274,8 +280,7 @@ def train(trace: Trace, folder: Path, model: str, zero: dict[str, Any], section:
         "config": {"bf16": {"enabled": True}, "zero_optimization": zero, "optimizer": optimizer, **config},
     }  # fmt: skip
     configurations.train(copy.deepcopy(drawn), True, folder, found)
-    for name in ("losses", "sha256"):
-        trace.result(name, json.dumps(found[name]))
+    trace.result("losses and parameters", found)
 
 
 def pipeline(trace: Trace, **section: Any) -> None:
@@ -289,7 +294,7 @@ def pipeline(trace: Trace, **section: Any) -> None:
     lab = parallel.Lab("always", trace.rank, trace.ranks)
     test_parallel.pipeline(lab, zero=1, mask=True)
     found = lab.end()
-    trace.result("pipeline", json.dumps([found["losses"], found["sha256"]]))
+    trace.result("losses and parameters", found["losses"], found["sha256"])
 
 
 def fsdp2(trace: Trace, adapters: bool = False, **section: Any) -> None:
@@ -370,7 +375,7 @@ def simulated(seeds: Iterable[int]) -> Iterator[str]:
     noted: dict[int, list[str]] = defaultdict(list)
 
     def collective(name: str, transport: Any, *args: Any) -> None:
-        noted[dist.get_rank()].append(f"= {name} {sum(tensor.nbytes for tensor in _tensors(args))}")
+        noted[dist.get_rank()].append(f"= {name} {_nbytes(args)}")
 
     def result(desk: Any, coded: bool, got: torch.Tensor, want: torch.Tensor) -> None:
         noted[dist.get_rank()].append(f"< {desk.task.op} {digest([got])[: DIGITS['<']]}")

@@ -1,8 +1,8 @@
 """Random configurations of ds_zipccl and DeepSpeed, each trained plain and coded: the same bits, or the same error of DeepSpeed.
 
-python tests/fuzz/configurations.py 100                     # seeds 0 to 99
-python tests/fuzz/configurations.py 1 --first 77            # seed 77, with its configuration
-python tests/fuzz/configurations.py 1 --first 77 --minimise # fewer keys, as long as plain and coded differ
+make fuzz-config CONFIGS=100                      # seeds 0 to 99
+make fuzz-config CONFIGS="1 --first 77"           # seed 77, with its configuration
+make fuzz-config CONFIGS="1 --first 77 --minimise"  # fewer keys, as long as plain and coded differ
 
 A seed is one configuration. Ranks of a launch train many, each in processes and a group of its own.
 """
@@ -277,18 +277,22 @@ def _said(found: dict[str, Any]) -> str:
 
 
 def minimised(drawn: Drawn) -> Drawn:
-    """Return the configuration with fewer keys and actions, of which none can go without the difference."""
-    smaller = True
-    while smaller:
-        smaller = False
-        for path in _removable(drawn):
-            trial = copy.deepcopy(drawn)
-            target = functools.reduce(lambda one, key: one[key], path[:-1], trial)
-            del target[path[-1]]
-            if differences({"trial": trial}):
-                drawn, smaller = trial, True
-                break
-    return drawn
+    """Return the configuration with fewer keys and actions, of which none can go alone without the difference."""
+    while True:
+        paths = _removable(drawn)
+        told = differences({str(at): _without(drawn, [path]) for at, path in enumerate(paths)})
+        gone = [path for at, path in enumerate(paths) if str(at) in told]
+        if not gone:
+            return drawn
+        smaller = _without(drawn, gone)
+        drawn = smaller if differences({"all": smaller}) else _without(drawn, gone[:1])
+
+
+def _without(drawn: Drawn, paths: Sequence[tuple[Any, ...]]) -> Drawn:
+    found = copy.deepcopy(drawn)
+    for *above, last in reversed(paths):  # places in lists: the last ones first
+        del functools.reduce(lambda one, key: one[key], above, found)[last]
+    return found
 
 
 def _removable(drawn: Drawn) -> list[tuple[Any, ...]]:
@@ -305,7 +309,7 @@ def check(seeds: Sequence[int]) -> list[str]:
     """Train the configurations of seeds. Returns a text for each that differs, with the command that repeats it."""
     drawn = {str(seed): configuration(seed) for seed in seeds}
     return [
-        f"seed {name}: python tests/fuzz/configurations.py 1 --first {name}\n{json.dumps(drawn[name])}\n{text}"
+        f"seed {name}: make fuzz-config CONFIGS='1 --first {name}'\n{json.dumps(drawn[name])}\n{text}"
         for name, text in differences(drawn).items()
     ]
 

@@ -23,6 +23,7 @@ LONG = (
     "tests/integration/test_fsdp.py",
     "tests/gpu/test_gpu_steps.py",
     "benchmarks/tests/test_bench_train.py",
+    "tests/integration/test_configurations.py",
     "tests/integration/test_recipes.py",
     "tests/integration/test_engines_on_streams.py",
     "tests/integration/test_engines_agreed.py",
