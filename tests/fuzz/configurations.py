@@ -272,7 +272,7 @@ OUTCOMES: list[tuple[str, str, str]] = []
 
 def _said(found: dict[str, Any]) -> str:
     if found["error"]:
-        return f"{found['error']} {found.get('text', '')[:600]} {found.get('trace', '')[-600:]}".rstrip()
+        return f"{found['error']} {found.get('text', '')[:600]} {found.get('trace', '')[-900:]}".rstrip()
     return f"{found['losses']}, {found['sha256'][:8]}"
 
 

@@ -27,7 +27,7 @@ def each(folder: Path, cases: Mapping[str, Callable[[dict[str, Any]], object]], 
 
     Args:
         cases: by name. A case gets a dict, to which it adds what it finds. The key "error" is for its failure: the name of an exception's
-            class with the key "text", "hang" after ``limit`` seconds, or the signal.
+            class with the keys "text" and "trace", "hang" after ``limit`` seconds, or the signal.
     """
     import deepspeed
 
@@ -36,9 +36,9 @@ def each(folder: Path, cases: Mapping[str, Callable[[dict[str, Any]], object]], 
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # DeepSpeed would compile it now, for minutes
     rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     for name, case in cases.items():
-        file = folder / f"{name}.{rank}.json"
+        file, stacks = (folder / f"{name}.{rank}.{kind}" for kind in ("json", "stacks"))
         if not (process := os.fork()):
-            faulthandler.dump_traceback_later(max(0.01, limit - 2), file=sys.stderr)
+            faulthandler.dump_traceback_later(max(0.01, limit - 2), file=stacks.open("w"))
             found: dict[str, Any] = {"error": ""}
             try:
                 store, patience = f"file://{folder / name}.store", timedelta(seconds=limit)
@@ -59,7 +59,7 @@ def each(folder: Path, cases: Mapping[str, Callable[[dict[str, Any]], object]], 
             with contextlib.suppress(ProcessLookupError):
                 os.kill(process, signal.SIGKILL)
             os.waitpid(process, 0)
-            file.write_text(json.dumps({"error": "hang"}))
+            file.write_text(json.dumps({"error": "hang", "trace": stacks.read_text() if stacks.exists() else ""}))
         elif ended[1]:
             file.write_text(json.dumps({"error": f"signal {ended[1]}"}))
 
