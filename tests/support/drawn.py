@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -41,6 +42,30 @@ class Program(NamedTuple):
         return self._replace(ops=[self.ops[self.kept.index(one)] for one in found], kept=found)
 
 
+class Kind(NamedTuple):
+    """A kind of operation: how often it is drawn, how its arguments are, and what it does."""
+
+    weight: int
+    args: Callable[[random.Random, Mapping[str, Any]], dict[str, Any]]
+    run: Callable[..., None]
+
+
+def nothing(draw: random.Random, traits: Mapping[str, Any]) -> dict[str, Any]:
+    """No arguments."""
+    return {}
+
+
+def operations(
+    draw: random.Random, ranks: int, traits: Mapping[str, Any], kinds: Mapping[str, Kind], without: Sequence[str] = ()
+) -> list[Op]:
+    """Nine to seventeen operations of the kinds that are not ``without``. One in five is for the second model."""
+    names, found = [name for name in kinds if name not in without], []
+    for name in ["evaluate", *draw.choices(names, [kinds[one].weight for one in names], k=draw.randrange(8, 17))]:
+        args = {"number": int(draw.random() < 0.2), **kinds[name].args(draw, traits)}
+        found.append(Op(name, some(draw, ranks), args))
+    return found
+
+
 def some(draw: random.Random, ranks: int) -> tuple[int, ...]:
     """All ranks in half of the cases, one or all but one in the others."""
     one = draw.randrange(ranks)
@@ -60,3 +85,32 @@ def shrink(program: Program, fails: Callable[[Program], bool]) -> Program:
         else:
             size //= 2
     return program
+
+
+def main(text: str | None, program: Callable[..., Program], failures: Callable[..., list[str]]) -> int:
+    """A command that runs programs: the status."""
+    parser = argparse.ArgumentParser(description=text, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("seed", type=int)
+    parser.add_argument("--seeds", type=int, default=1)
+    parser.add_argument("--ops", type=int, nargs="+", help="the places of the operations that run")
+    parser.add_argument("--ranks", type=int, default=0, help="instead of those of the seed")
+    parser.add_argument("--section", default="", help="instead of that of the seed")
+    parser.add_argument("--plain", action="store_true", help="compare plain with plain")
+    parser.add_argument("--shrink", action="store_true", help="print as few operations as fail")
+    args = parser.parse_args()
+    programs = [program(seed, args.ranks, args.section) for seed in range(args.seed, args.seed + args.seeds)]
+    said = every(
+        [one.only(args.ops or one.kept) for one in programs], lambda some: failures(some, coded=not args.plain)
+    )
+    if said and args.shrink:
+        said = failures([shrink(one, lambda less: bool(failures([less]))) for one in programs[:1]])
+    print("\n\n".join(said) or "all bits equal")
+    return int(bool(said))
+
+
+def every(programs: Iterable[Program], failures: Callable[[list[Program]], list[str]]) -> list[str]:
+    """What ``failures`` says of programs, those of equal ranks and section at a time."""
+    groups: dict[Any, list[Program]] = {}
+    for one in programs:
+        groups.setdefault((one.ranks, one.section), []).append(one)
+    return [text for some in groups.values() for text in failures(some)]

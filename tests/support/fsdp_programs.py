@@ -4,13 +4,12 @@ A program writes to its sharded parameters where it likes, on the ranks that it 
 Nothing here knows when the package looks at a shard.
 
 python tests/support/fsdp_programs.py 17                  # the program of seed 17, plain and coded
-python tests/support/fsdp_programs.py 17 --ops 0 3 5      # some of its operations; --shrink: as few as fail
-python tests/support/fsdp_programs.py 0 --seeds 1000      # many
+python tests/support/fsdp_programs.py 17 --ops 0 3 5      # some of its operations; with --shrink as few as fail
+python tests/support/fsdp_programs.py 0 --seeds 1000      # many programs
 """
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import functools
 import gc
@@ -23,7 +22,7 @@ from typing import Any, NamedTuple
 import ranks as runner
 import torch
 import torch.distributed as dist
-from drawn import Op, Program, shrink, some
+from drawn import Kind, Program, main, nothing, operations
 from fsdp_lab import BF16, Adapted, Lab
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
@@ -186,11 +185,7 @@ class Side(Lab):
 # ---- operations: how each is drawn, and what it does
 
 
-Draw = Callable[[random.Random, Mapping[str, Any]], dict[str, Any]]
-Run = Callable[..., None]
-
-
-def _write_args(draw: random.Random, traits: Mapping[str, Any]) -> dict[str, Any]:
+def write_args(draw: random.Random, traits: Mapping[str, Any]) -> dict[str, Any]:
     pattern = draw.choice(["", "first", "last", "layers.0", "layers", "branches.a", "branches", "bias"])
     return {"how": draw.choice(WRITES), "pattern": pattern, "by": draw.choice([0.5, 0.9, 1.1, 1.5])}
 
@@ -201,7 +196,9 @@ def _train_args(draw: random.Random, traits: Mapping[str, Any]) -> dict[str, Any
         "branches": branches, "together": draw.random() < 0.2, "sync": draw.random() < 0.5, "clip": draw.random() < 0.2,
         "skip": draw.random() < 0.3, "closure": draw.random() < 0.15,
     }  # fmt: skip
-    return found | ({"write": _write_args(draw, traits), "at": draw.randrange(len(branches))} if draw.random() < 0.3 else {})
+    return found | (
+        {"write": write_args(draw, traits), "at": draw.randrange(len(branches))} if draw.random() < 0.3 else {}
+    )
 
 
 def _train(
@@ -221,7 +218,9 @@ def _train(
                 side.write(number=number, ranks=ranks, **write)
             loss.backward()
         if clip:
-            side.note("norm", nn.utils.clip_grad_norm_([one for _, one in side.models[number].shards()], 1.0).full_tensor())
+            side.note(
+                "norm", nn.utils.clip_grad_norm_([one for _, one in side.models[number].shards()], 1.0).full_tensor()
+            )
         return loss
 
     if closure:
@@ -236,7 +235,7 @@ def _train(
         optimizer.zero_grad()
 
 
-def _evaluate_args(draw: random.Random, traits: Mapping[str, Any]) -> dict[str, Any]:
+def evaluate_args(draw: random.Random, traits: Mapping[str, Any]) -> dict[str, Any]:
     """Whether ``ranks`` call layers in place of the model matters to plain too where the root has parameters."""
     mode, other = (draw.choice(traits["modes"]) for _ in range(2))
     evals = draw.choice([True, False])
@@ -259,8 +258,12 @@ def _evaluate(
     model.train(was)
 
 
-def _part_args(draw: random.Random, traits: Mapping[str, Any]) -> dict[str, Any]:
-    return {"layer": draw.randrange(len(traits["layers"])), "mode": draw.choice(traits["modes"]), "times": draw.choice([1, 1, 2])}
+def part_args(draw: random.Random, traits: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        "layer": draw.randrange(len(traits["layers"])),
+        "mode": draw.choice(traits["modes"]),
+        "times": draw.choice([1, 1, 2]),
+    }
 
 
 def _part(side: Side, number: int, ranks: Sequence[int], layer: int, mode: str, times: int) -> None:
@@ -367,29 +370,24 @@ def _renew(side: Side, number: int, ranks: Sequence[int], version: int) -> None:
     side.build(number, version)
 
 
-def _nothing(draw: random.Random, traits: Mapping[str, Any]) -> dict[str, Any]:
-    return {}
-
-
 def _layer_args(draw: random.Random, traits: Mapping[str, Any]) -> dict[str, Any]:
     return {"layer": draw.randrange(len(traits["layers"])), "back": draw.random() < 0.5}
 
 
-#: Name -> how often, its arguments, what it does.
-OPS: dict[str, tuple[int, Draw, Run]] = {
-    "train": (10, _train_args, _train),
-    "evaluate": (10, _evaluate_args, _evaluate),
-    "part": (3, _part_args, _part),
-    "write": (6, _write_args, lambda side, number, ranks, **args: side.write(number=number, ranks=ranks, **args)),
-    "load": (3, _load_args, _load),
-    "swap": (2, _nothing, _swap),
-    "toggle": (2, lambda draw, traits: {"pattern": draw.choice(["layers.0", "branches", "first"])}, _toggle),
-    "optimizer": (3, _optimizer_args, _optimizer),
-    "in_backward": (1, _nothing, _in_backward),
-    "mode": (1, lambda draw, traits: {"train": draw.random() < 0.5}, _mode),
-    "unshard": (1, _layer_args, _unshard),
-    "apply": (1, _nothing, _apply),
-    "renew": (1, lambda draw, traits: {"version": draw.randrange(1, 99)}, _renew),
+OPS = {
+    "train": Kind(10, _train_args, _train),
+    "evaluate": Kind(10, evaluate_args, _evaluate),
+    "part": Kind(3, part_args, _part),
+    "write": Kind(6, write_args, lambda side, number, ranks, **args: side.write(number=number, ranks=ranks, **args)),
+    "load": Kind(3, _load_args, _load),
+    "swap": Kind(2, nothing, _swap),
+    "toggle": Kind(2, lambda draw, traits: {"pattern": draw.choice(["layers.0", "branches", "first"])}, _toggle),
+    "optimizer": Kind(3, _optimizer_args, _optimizer),
+    "in_backward": Kind(1, nothing, _in_backward),
+    "mode": Kind(1, lambda draw, traits: {"train": draw.random() < 0.5}, _mode),
+    "unshard": Kind(1, _layer_args, _unshard),
+    "apply": Kind(1, nothing, _apply),
+    "renew": Kind(1, lambda draw, traits: {"version": draw.randrange(1, 99)}, _renew),
 }
 #: Operations that need something that trains.
 TRAINS = ("train", "optimizer", "toggle", "in_backward")
@@ -408,10 +406,7 @@ def program(seed: int, ranks: int = 0, section: str = "") -> Program:
         "modes": list(MODES) if warm else ["no_grad", "gradients"] if trains or draw.random() < 0.5 else ["inference"],
     }  # fmt: skip
     ranks, section = ranks or 2 + seed % 2, section or sorted(SECTIONS)[seed // 2 % len(SECTIONS)]
-    names = [name for name in OPS if trains or name not in TRAINS]
-    ops = []
-    for name in ["evaluate", *draw.choices(names, [OPS[name][0] for name in names], k=draw.randrange(8, 17))]:
-        ops.append(Op(name, some(draw, ranks), {"number": int(draw.random() < 0.2), **OPS[name][1](draw, traits)}))
+    ops = operations(draw, ranks, traits, OPS, () if trains else TRAINS)
     return Program("tests/support/fsdp_programs.py", seed, ranks, section, traits, ops, range(len(ops)))
 
 
@@ -430,13 +425,17 @@ def run(rank: int, ranks: int, programs: Sequence[Program], coded: Sequence[bool
             found = []
             for side in sides:
                 try:
-                    OPS[op.name][2](side, ranks=op.ranks, **op.args)
+                    OPS[op.name].run(side, ranks=op.ranks, **op.args)
                 except BaseException as error:
-                    what = f"{'coded' if side.coded else 'plain'} operation {place}, {op.name}, in seed {one.seed} fails"
+                    what = (
+                        f"{'coded' if side.coded else 'plain'} operation {place}, {op.name}, in seed {one.seed} fails"
+                    )
                     raise RuntimeError(f"{what}: {type(error).__name__}: {error}") from error
                 found.append(side.end_op())
             differ = [a[0] for a, b in zip(*found, strict=True) if a != b]
-            wrong = wrong or (f"operation {place}, {op.name}: {len(differ)} differ, first {differ[:3]}" if differ else "")
+            wrong = wrong or (
+                f"operation {place}, {op.name}: {len(differ)} differ, first {differ[:3]}" if differ else ""
+            )
         everyone: list[Any] = [None] * ranks
         dist.all_gather_object(everyone, wrong)
         if any(everyone):
@@ -459,26 +458,5 @@ def failures(programs: Sequence[Program], coded: bool = True) -> list[str]:
     return texts
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("seed", type=int)
-    parser.add_argument("--seeds", type=int, default=1)
-    parser.add_argument("--ops", type=int, nargs="+", help="the places of the operations that run")
-    parser.add_argument("--ranks", type=int, default=0)
-    parser.add_argument("--section", choices=SECTIONS, default="")
-    parser.add_argument("--plain", action="store_true", help="compare plain with plain")
-    parser.add_argument("--shrink", action="store_true", help="print as few operations as fail")
-    args = parser.parse_args()
-    groups: dict[Any, list[Program]] = {}
-    for seed in range(args.seed, args.seed + args.seeds):
-        one = program(seed, args.ranks, args.section)
-        groups.setdefault((one.ranks, one.section), []).append(one.only(args.ops if args.ops else one.kept))
-    said = [text for some in groups.values() for text in failures(some, not args.plain)]
-    if said and args.shrink and args.seeds == 1:
-        said = failures([shrink(one, lambda less: bool(failures([less])))])
-    print("\n\n".join(said) or "all bits equal")
-    return int(bool(said))
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(__doc__, program, failures))
