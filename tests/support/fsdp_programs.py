@@ -202,8 +202,8 @@ def _train_args(draw: random.Random, traits: Mapping[str, Any]) -> dict[str, Any
 
 
 def _train(
-    side: Side, number: int, ranks: Sequence[int], branches: str, together: bool, sync: bool, clip: bool, skip: bool, closure: bool,
-    write: Any = None, at: int = -1,
+    side: Side, number: int, ranks: Sequence[int], branches: str = "a", together: bool = False, sync: bool = True, clip: bool = False,
+    skip: bool = False, closure: bool = False, write: Any = None, at: int = -1,
 ) -> None:  # fmt: skip
     """Accumulate gradients, and take a step; with ``skip`` not on ``ranks``. ``write``: before the backward pass ``at``, on ``ranks``."""
     models = [one.model for one in side.models] if together else [side.models[number].model]
@@ -246,8 +246,9 @@ def evaluate_args(draw: random.Random, traits: Mapping[str, Any]) -> dict[str, A
 
 
 def _evaluate(
-    side: Side, number: int, ranks: Sequence[int], branches: str, mode: str, other: str, evals: bool, parts: bool
-) -> None:
+    side: Side, number: int, ranks: Sequence[int], branches: str = "a", mode: str = "no_grad", other: str = "no_grad",
+    evals: bool = False, parts: bool = False,
+) -> None:  # fmt: skip
     """Make passes, which end without a backward pass; ``ranks`` in ``mode``, the others in the mode ``other``."""
     model, mine = side.models[number].model, side.rank in ranks
     was = model.training
@@ -277,7 +278,9 @@ def _load_args(draw: random.Random, traits: Mapping[str, Any]) -> dict[str, Any]
     return {"by": draw.choice([0.8, 1.25]), "assign": draw.random() < 0.3, "saved": draw.random() < 0.4}
 
 
-def _load(side: Side, number: int, ranks: Sequence[int], by: float, assign: bool, saved: bool) -> None:
+def _load(
+    side: Side, number: int, ranks: Sequence[int], by: float = 1.5, assign: bool = False, saved: bool = False
+) -> None:
     """Load a state; ``saved``: the one of the last load. On all ranks but ``ranks`` the words are those that are there."""
     model, key = side.models[number].model, ("state", number)
     state = {name: one.detach().clone() for name, one in model.state_dict().items()}
@@ -314,7 +317,13 @@ def _optimizer_args(draw: random.Random, traits: Mapping[str, Any]) -> dict[str,
 
 
 def _optimizer(
-    side: Side, number: int, ranks: Sequence[int], kind: str, other: str, without: str, collect: bool
+    side: Side,
+    number: int,
+    ranks: Sequence[int],
+    kind: str = "AdamW",
+    other: str = "AdamW",
+    without: str = "",
+    collect: bool = False,
 ) -> None:
     """Make another optimizer, on ``ranks`` of another kind and without some parameters. The old one is garbage that ``ranks`` collect."""
     if (old := side.optimizers[number]) is not None:

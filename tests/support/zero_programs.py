@@ -111,7 +111,13 @@ def _train_args(draw: random.Random, traits: Mapping[str, Any]) -> dict[str, Any
 
 
 def _train(
-    lab: Lab, number: int, ranks: Sequence[int], branches: str, evals: bool, write: Any = None, at: int = -1
+    lab: Lab,
+    number: int,
+    ranks: Sequence[int],
+    branches: str = "a",
+    evals: bool = False,
+    write: Any = None,
+    at: int = -1,
 ) -> None:
     """Take a step; with ``evals`` ``ranks`` in the mode of evaluations. ``write``: before the backward pass ``at``, on ``ranks``."""
     engine = lab.model(number)
@@ -126,8 +132,9 @@ def _train(
 
 
 def _evaluate(
-    lab: Lab, number: int, ranks: Sequence[int], branches: str, mode: str, other: str, evals: bool, parts: bool
-) -> None:
+    lab: Lab, number: int, ranks: Sequence[int], branches: str = "a", mode: str = "no_grad", other: str = "no_grad",
+    evals: bool = False, parts: bool = False,
+) -> None:  # fmt: skip
     """As that of FSDP2."""
     engine, mine = lab.model(number), lab.rank in ranks
     engine.train(not (mine and evals))
