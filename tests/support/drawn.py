@@ -42,6 +42,14 @@ class Program(NamedTuple):
         return self._replace(ops=[self.ops[self.kept.index(one)] for one in found], kept=found)
 
 
+def known(command: str, known: Mapping[str, Any], seed: int, traits: Mapping[str, Any]) -> Program:
+    """The program of a negative seed on two ranks: the first of ``known`` has -1. Each has a section, traits beside ``traits``, and operations:
+    their names, ranks and arguments."""
+    section, more, ops = list(known.values())[-1 - seed]
+    found = [Op(name, ranks, {"number": 0, **args}) for name, ranks, args in ops]
+    return Program(command, seed, 2, section, {**traits, **more}, found, range(len(found)))
+
+
 class Kind(NamedTuple):
     """A kind of operation: how often it is drawn, how its arguments are, and what it does."""
 

@@ -22,11 +22,12 @@ from typing import Any, NamedTuple
 import ranks as runner
 import torch
 import torch.distributed as dist
-from drawn import Kind, Program, main, nothing, operations
+from drawn import Kind, Program, known, main, nothing, operations
 from fsdp_lab import BF16, Adapted, Lab
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.utils._pytree import tree_map_only
 
 from ds_zipccl import fsdp
 
@@ -74,11 +75,36 @@ class Net(nn.Module):
 def _layer(kind: str, width: int, recompute: bool) -> nn.Module:
     if kind == "narrow":  # ranks but the first have empty shards of the first weight
         return nn.Sequential(nn.Linear(width, 1, bias=False), nn.Linear(1, width))
-    layer: nn.Module = nn.Linear(width, width)
+    layer: nn.Module = nn.Linear(width, width, bias=kind != "foreign")
+    if kind == "foreign":
+        layer.weight = nn.Parameter(Foreign(layer.weight.detach()))
     if kind == "adapted":
         layer = Adapted(layer)
     layer.requires_grad_(kind != "frozen") if kind != "adapted" else None
     return checkpoint_wrapper(layer) if recompute else layer
+
+
+class Foreign(torch.Tensor):
+    """As torchao's training tensors: it has no memory of its own, and says itself what is gathered."""
+
+    @staticmethod
+    def __new__(cls, inside: torch.Tensor) -> Any:
+        how = {"strides": inside.stride(), "dtype": inside.dtype, "device": inside.device}
+        return torch.Tensor._make_wrapper_subclass(cls, inside.size(), **how)  # type: ignore[attr-defined]
+
+    def __init__(self, inside: torch.Tensor) -> None:
+        self.inside = inside
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        args, kwargs = tree_map_only(cls, lambda one: one.inside, (args, kwargs or {}))
+        return tree_map_only(torch.Tensor, cls, func(*args, **kwargs))
+
+    def fsdp_pre_all_gather(self, *_: Any) -> Any:
+        return (self.inside.bfloat16(),), None
+
+    def fsdp_post_all_gather(self, outputs: Any, metadata: Any, dtype: Any, *, out: Any = None) -> Any:
+        return None if out is not None else (outputs[0].view_as(outputs[0]), outputs)
 
 
 class Trained(NamedTuple):
@@ -176,7 +202,7 @@ class Side(Lab):
         """The facts of an operation, with shards and gradients."""
         for number, one in enumerate(self.models):
             for name, param in one.shards():
-                self.note(f"{number} {name}", param)
+                self.note(f"{number} {name}", getattr(param._local_tensor, "inside", param))
         self.note_gradients()
         found, self.facts = self.facts, []
         return found
@@ -402,8 +428,38 @@ OPS = {
 TRAINS = ("train", "optimizer", "toggle", "in_backward")
 
 
+BOTH, COMMAND = (0, 1), "tests/support/fsdp_programs.py"
+TRAITS = {
+    "width": 256, "layers": (), "root": True, "tied": False, "trains": True, "branch": True, "bf16": False, "reshard": None,
+    "recompute": False, "warm": False, "modes": ["no_grad"],
+}  # fmt: skip
+#: Programs that have failed once.
+KNOWN: dict[str, Any] = {
+    "a branch after a load": (
+        "default", {"trains": False},
+        [*(("evaluate", BOTH, {"branches": 2 * one}) for one in "ababb"), ("load", BOTH, {}), ("evaluate", BOTH, {})],
+    ),
+    "a load between evaluations": (
+        "base", {"layers": ("full", "full")},
+        [*[("evaluate", BOTH, {"branches": "aaa"})] * 2, ("load", BOTH, {}), ("evaluate", BOTH, {"branches": "aaa"})],
+    ),
+    "one rank skips a step": (
+        "default", {"layers": ("full", "frozen", "full")},
+        [*[("train", BOTH, {})] * 3, ("train", (1,), {"skip": True}), *[("train", BOTH, {})] * 2],
+    ),
+    "one rank has empty shards": (
+        "base", {"layers": ("narrow",)}, [("optimizer", BOTH, {"without": "empty"}), *[("train", BOTH, {})] * 4]
+    ),
+    "shards with a gather of their own": (
+        "default", {"layers": ("foreign", "foreign"), "trains": False, "bf16": True}, [("evaluate", BOTH, {"branches": "aaaa"})]
+    ),
+}  # fmt: skip
+
+
 def program(seed: int, ranks: int = 0, section: str = "") -> Program:
-    """The program of a seed; by default the seed decides ``ranks`` and the section too."""
+    """The program of a seed; by default the seed decides ``ranks`` and the section too. Negative ones are those of KNOWN."""
+    if seed < 0:
+        return known(COMMAND, KNOWN, seed, TRAITS)
     draw = random.Random(f"fsdp {seed}")
     root, trains, warm = draw.random() < 0.6, draw.random() < 0.75, draw.random() < 0.5
     traits = {
@@ -416,7 +472,7 @@ def program(seed: int, ranks: int = 0, section: str = "") -> Program:
     }  # fmt: skip
     ranks, section = ranks or 2 + seed % 2, section or sorted(SECTIONS)[seed // 2 % len(SECTIONS)]
     ops = operations(draw, ranks, traits, OPS, () if trains else TRAINS)
-    return Program("tests/support/fsdp_programs.py", seed, ranks, section, traits, ops, range(len(ops)))
+    return Program(COMMAND, seed, ranks, section, traits, ops, range(len(ops)))
 
 
 def run(rank: int, ranks: int, programs: Sequence[Program], coded: Sequence[bool] = (False, True)) -> list[str]:

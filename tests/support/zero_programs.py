@@ -21,7 +21,7 @@ from typing import Any
 import engines
 import torch
 import torch.distributed as dist
-from drawn import Kind, Program, main, nothing, operations
+from drawn import Kind, Program, known, main, nothing, operations
 from engines import digest, rank_program
 from fsdp_programs import LAYERS, MODES, TIMEOUT, Net, evaluate_args, part_args, write_args
 from programs import launch, reference
@@ -226,8 +226,27 @@ OPS = {
 }  # fmt: skip
 
 
+BOTH, COMMAND = (0, 1), "tests/support/zero_programs.py"
+TRAITS = {
+    "width": 256, "layers": ("frozen", "frozen"), "tied": False, "trains": True, "branch": True, "bf16": True, "recompute": False,
+    "batches": 1, "zero": {"param_persistence_threshold": 0},
+}  # fmt: skip
+#: Programs that have failed once.
+KNOWN: dict[str, Any] = {
+    "one rank evaluates": (
+        "default", {},
+        [("train", BOTH, {}), ("evaluate", (0,), {"branches": "aaa", "other": "gradients", "evals": True})] * 3,
+    ),
+    "one rank calls layers": (
+        "default", {}, [("train", BOTH, {}), ("evaluate", (0,), {"branches": "aaa", "parts": True})] * 3
+    ),
+}  # fmt: skip
+
+
 def program(seed: int, ranks: int = 0, section: str = "") -> Program:
-    """The program of a seed; by default the seed decides ``ranks`` and the section too."""
+    """The program of a seed; by default the seed decides ``ranks`` and the section too. Negative ones are those of KNOWN."""
+    if seed < 0:
+        return known(COMMAND, KNOWN, seed, TRAITS)
     draw = random.Random(f"zero {seed}")
     ahead, trains = draw.random() < 0.3, draw.random() < 0.8
     layers = [draw.choice(LAYERS) for _ in range(draw.randrange(1, 4))]
@@ -239,12 +258,12 @@ def program(seed: int, ranks: int = 0, section: str = "") -> Program:
     }  # fmt: skip
     ranks, section = ranks or 2 + seed % 2, section or sorted(SECTIONS)[seed // 2 % len(SECTIONS)]
     ops = operations(draw, ranks, traits, OPS, () if trains else ("train", "local", "checkpoint", "save"))
-    return Program("tests/support/zero_programs.py", seed, ranks, section, traits, ops, range(len(ops)))
+    return Program(COMMAND, seed, ranks, section, traits, ops, range(len(ops)))
 
 
 def run(lab: Lab, name: str) -> None:
     """Run the program of a name: the seed, the ranks, and the operations."""
-    seed, _, *kept = map(int, name.split("-"))
+    seed, _, *kept = map(int, name.split("_"))
     one = program(seed, lab.ranks).only(kept)
     dist.distributed_c10d._set_pg_timeout(timedelta(seconds=TIMEOUT), dist.group.WORLD)
     lab.start(one)
@@ -270,7 +289,7 @@ class Cases(dict[str, Any]):
 
 def failures(programs: Sequence[Program], coded: bool = True) -> list[str]:
     """Run programs of equal ranks and section, and return a text for each that has failed; after one that raises no other one counts."""
-    names = {"-".join(map(str, [one.seed, one.ranks, *one.kept])): one for one in programs}
+    names = {"_".join(map(str, [one.seed, one.ranks, *one.kept])): one for one in programs}
     ranks, section = programs[0].ranks, SECTIONS[programs[0].section] if coded else "0"
     with tempfile.TemporaryDirectory() as folder:
         places = [Path(folder, name) for name in ("plain", "coded")]
