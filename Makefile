@@ -21,7 +21,7 @@ unexport PYTHONDONTWRITEBYTECODE
 export DS_ACCELERATOR = cpu
 export PYTHONWARNINGS = ignore::FutureWarning
 
-.PHONY: demo test test-all every-test corpus step-logs doctor-check fuzz fuzz-config soak soak-sim traces gpu gpu-wheels simai cpu-instructions wheels matrix results dockerfile mutants size lint clean
+.PHONY: demo test test-all every-test corpus step-logs doctor-check fuzz fuzz-config soak soak-sim soak-programs traces gpu gpu-wheels simai cpu-instructions wheels matrix results dockerfile mutants size lint clean
 
 # torch first and pinned: with it in place nothing else pulls another build. DS_BUILD_OPS=0: DeepSpeed compiles nothing at install.
 # --no-compile: an import compiles the few modules that it needs, of fourteen thousand.
@@ -84,6 +84,11 @@ soak: $(VENV)/ready
 # Random programs on a simulated GPU with a simulated NCCL, for seeds 0 to SEEDS - 1 on 2, 3, 4 and 8 ranks each; half an hour on two cores.
 soak-sim: $(VENV)/ready
 	PYTHONPATH=$(TEST_PATH) $(BIN)/python tests/on_sim/soak.py $(SEEDS)
+
+# Random programs of FSDP2 and of ZeRO-3 engines, plain and coded, for seeds 0 to SEEDS - 1; about a second each.
+soak-programs: $(VENV)/ready
+	PYTHONPATH=$(TEST_PATH) $(BIN)/python tests/support/fsdp_programs.py 0 --seeds $(SEEDS)
+	PYTHONPATH=$(TEST_PATH) $(BIN)/python tests/support/zero_programs.py 0 --seeds $(SEEDS)
 
 # Every message and result of fixed calls and trainings, beside those of tests/golden/traces.gz: each difference has a line, another result
 # is an error. After a change of messages on purpose, copy out/traces.gz there. Some minutes.

@@ -43,7 +43,7 @@ class Program(NamedTuple):
 
 
 def known(command: str, known: Mapping[str, Any], seed: int, traits: Mapping[str, Any]) -> Program:
-    """The program of a negative seed on two ranks: the first of ``known`` has -1. Each has a section, traits beside ``traits``, and operations:
+    """The program of a negative seed on two ranks: -1 is the first of ``known``. Each has a section, traits, and operations:
     their names, ranks and arguments."""
     section, more, ops = list(known.values())[-1 - seed]
     found = [Op(name, ranks, {"number": 0, **args}) for name, ranks, args in ops]

@@ -36,7 +36,7 @@ LONG = (
     "tests/test_packaging.py",
 )
 #: Runs in which each test marked ``by_turns`` has its turn once, on average.
-PLANTED_RUNS = 3
+TURN_RUNS = 3
 #: Variants that take ten times as long as the native route or more.
 SLOW = ("numba", "emulated")
 #: The variants that keep all their combinations in the short tier: a fast route that has no other instruction set beside it.
@@ -82,16 +82,16 @@ def leave_out_repetitions(items: list[pytest.Item]) -> None:
 
 
 def by_turns(items: Sequence[pytest.Item], run: str) -> None:
-    """Skip two thirds of the tests marked ``by_turns``, others in another run: most compile a kernel with a mistake, to prove that a test
-    can fail, and together they are a seventh of all tests.
+    """Skip two thirds of the tests marked ``by_turns``, others in another run: those that compile a kernel with a mistake, to prove that a
+    test can fail, which are a seventh of all tests, and random programs.
 
     Args:
         run: hexadecimal number of this run, which all workers have.
     """
-    planted = [item for item in items if item.get_closest_marker("by_turns") is not None]
-    for number, item in enumerate(planted, start=int(run, 16)):
-        if number % PLANTED_RUNS:
-            item.add_marker(pytest.mark.skip(reason="another run has it; a run of its file has all"))
+    marked = [item for item in items if item.get_closest_marker("by_turns") is not None]
+    for number, item in enumerate(marked, start=int(run, 16)):
+        if number % TURN_RUNS:
+            item.add_marker(pytest.mark.skip(reason="another run has this test; a run of its file has all"))
 
 
 def repeat_timings(items: Sequence[pytest.Item]) -> None:
