@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from moves import CODED, coded, filled, wait
 from operations import Coded
+from torch.testing._internal.two_tensor import TwoTensor
 
 from ds_zipccl import comm
 from ds_zipccl.comm.device import sizes
@@ -213,6 +214,9 @@ def complaints(rank: int, ranks: int) -> None:
             said.append(str(error.value))
         assert said[0] == said[1], "gloo's own"
     api.broadcast(four, 0)  # and nobody waits for a message that was never sent
+    whole = torch.zeros(8)
+    api.all_gather_into_tensor(whole, TwoTensor(four, four))  # passes: such a subclass sends in its own way
+    assert whole.tolist() == [1.0] * 8
 
 
 CONFIGS = {mode: replace(CODED, mode=mode) for mode in ("always", "auto", "never")}
