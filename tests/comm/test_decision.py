@@ -273,7 +273,14 @@ def members(monkeypatch: pytest.MonkeyPatch) -> Any:
     """A group of two ranks on gloo of which nothing is known."""
     monkeypatch.setattr(decision, "group_nodes", lambda group: [])
     monkeypatch.setattr(decision, "link_profile", lambda state, device: None)
-    known = {"rank": 0, "size": 2, "backend": lambda self, device: "gloo", "of": GroupState.of, "_objects": {}}
+    known = {
+        "rank": 0,
+        "size": 2,
+        "backend": lambda self, device: "gloo",
+        "of": GroupState.of,
+        "_objects": {},
+        "corrected": {},
+    }
     return type("State", (), known)()
 
 
