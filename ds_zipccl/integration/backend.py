@@ -192,10 +192,8 @@ class ZipcclBackend(TorchBackend):  # type: ignore[misc]
         Raises:
             ConfigError: the section is invalid, or differs between ranks, or from the section of another engine or model of this process.
         """
-        if zero_stage is not None:
-            self.job.zero_stages |= {zero_stage}
         job, device = of_process(), _device()
-        begins = start_up.accept(job, section, device)
+        begins = start_up.accept(job, section, device, zero_stage)
         if (config := job.config) is None or self.job is job:
             return
         hook_points.skip_frames()
@@ -205,7 +203,6 @@ class ZipcclBackend(TorchBackend):  # type: ignore[misc]
             else getattr(TorchBackend, name)
             for name, op in OFFERED.items()
         }
-        job.zero_stages |= self.job.zero_stages
         job.groups.update(self.job.groups)
         self.job = job
         if config.torch_distributed:

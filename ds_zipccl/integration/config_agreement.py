@@ -25,8 +25,9 @@ def canonical(section: Mapping[str, Any] | None) -> str:
     return ABSENT if section is None else json.dumps(section, sort_keys=True, default=repr)
 
 
-def agree(text: str, timeout: timedelta) -> None:
-    """Compare ``text`` with the texts of all ranks of the job. A collective; blocks until every rank has brought its text.
+def agree(text: str, timeout: timedelta, zero_stage: int | None = None) -> frozenset[int]:
+    """Compare ``text`` with the texts of all ranks of the job, and return the ZeRO stages of all ranks' engines: roles follow from them. A
+    collective; blocks until every rank has brought its text.
 
     A rank with :data:`ABSENT` stops waiting after a minute, without an error: the package may be installed on some machines only and used
     on none.
@@ -37,14 +38,17 @@ def agree(text: str, timeout: timedelta) -> None:
     group = resolve_group(None)
     mine = text if text == ABSENT else _with_version(text)
     patience = min(timeout, _COURTESY) if text == ABSENT else timeout
-    said, silent = topology.collect(
+    mine += "\n" if zero_stage is None else f"\n{zero_stage}"  # a section is one line
+    brought, silent = topology.collect(
         group, mine, "sections", patience, lambda late: print(f"[ds_zipccl] waiting: {_missing(late)}", flush=True)
     )
+    said = {rank: one.partition("\n")[0] for rank, one in brought.items()}
     if len(set(said.values())) > 1:
         topology.collect(group, "", "sections read", _FAREWELL)
         raise ConfigError(_difference(said))
     if silent and text != ABSENT:
         raise ConfigError(_missing(silent))
+    return frozenset(int(stage) for one in brought.values() if (stage := one.partition("\n")[2]))
 
 
 def _with_version(text: str) -> str:

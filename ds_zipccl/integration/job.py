@@ -124,7 +124,7 @@ class Job:
     config: ZipcclConfig | None = None
     #: Canonical text of the section on which all ranks agreed, enabled or not; None before there was one.
     section: str | None = None
-    #: ZeRO stages of the engines of this process.
+    #: ZeRO stages of the engines of all ranks.
     zero_stages: frozenset[int] = frozenset()
     #: Groups that were learned from layers of the engines' models, and from calls of torch.distributed -> their roles.
     groups: WeakKeyDictionary[dist.ProcessGroup, str] = field(default_factory=WeakKeyDictionary)
@@ -137,11 +137,12 @@ class Job:
     #: Collective -> the coded method as torch.compile calls it, outside of graphs.
     untraced: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
 
-    def accept(self, section: Mapping[str, Any] | None) -> ZipcclConfig | None:
+    def accept(self, section: Mapping[str, Any] | None, zero_stage: int | None = None) -> ZipcclConfig | None:
         """Agree with all ranks on a section. A collective of all ranks; blocks until each of them has brought its section.
 
         Args:
             section: the ``"zipccl"`` section of a DeepSpeed config, None if the config has none. :func:`overriding_section` precedes it.
+            zero_stage: of the engine that has the section, None if there is none. Ranks may differ.
 
         Returns:
             The config, if this section switches coding on; None if it changes nothing.
@@ -155,7 +156,9 @@ class Job:
         if dist.get_world_size() > 1:
             group = resolve_group(None)
             device, _ = dist.get_backend_config(group).split(",")[0].split(":")
-            config_agreement.agree(text, timeout_of(group, torch.device(device)))
+            self.zero_stages |= config_agreement.agree(text, timeout_of(group, torch.device(device)), zero_stage)
+        elif zero_stage is not None:
+            self.zero_stages |= {zero_stage}
         if text in (config_agreement.ABSENT, self.section):
             return None
         config = parse_section(chosen)

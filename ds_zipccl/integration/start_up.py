@@ -29,7 +29,7 @@ _LOSSY_FUNCTION = "encode_rounded"
 _REMEDY = "install a C++ compiler or a wheel of ds_zipccl with its library"
 
 
-def accept(job: Job, section: Mapping[str, Any] | None, device: torch.device) -> bool:
+def accept(job: Job, section: Mapping[str, Any] | None, device: torch.device, zero_stage: int | None = None) -> bool:
     """Agree on a section with all ranks, and set the config of the job where the section switches coding on. A collective; blocks.
 
     Returns:
@@ -38,7 +38,7 @@ def accept(job: Job, section: Mapping[str, Any] | None, device: torch.device) ->
     Raises:
         ConfigError: see :meth:`.Job.accept`.
     """
-    config = job.accept(section)
+    config = job.accept(section, zero_stage)
     if config is not None:
         load_kernels(config, device)
         config = with_all_kernels(config, device)
