@@ -40,7 +40,7 @@ class _Process:
 
     def __init__(self) -> None:
         self.job = of_process()
-        self._reduced: set[Unit] = set()
+        self.reduced: set[Unit] = set()
         self._models: WeakSet[Parameters] = WeakSet()
         self._logged: Any = None  # a handle of torch
         self._optimizer: weakref.ref[Optimizer] | None = None
@@ -58,10 +58,10 @@ class _Process:
         Raises:
             CommError: see :func:`ds_zipccl.comm.engine.end_step`.
         """
-        if unit in self._reduced:
-            self._reduced.clear()
+        if unit in self.reduced:
+            self.reduced.clear()
             comm_engine.end_step(self)
-        self._reduced.add(unit)
+        self.reduced.add(unit)
 
     def _log(self, optimizer: Optimizer, *_: Any) -> None:
         """Log the steps of the first optimizer: a program may have several, also one for each parameter. Sends nothing."""
@@ -104,7 +104,8 @@ def apply(model: _Model, section: Mapping[str, Any] | str | os.PathLike[str] | N
     if not modules:
         raise ValueError(f"{type(model).__name__} has no module of fully_shard; call fully_shard(model) first")
     process = _process = _process or _Process()
-    process.job = of_process()
+    if process.job is not (job := of_process()):  # the survivors of a failure count with the processes that join them
+        process.job, process.reduced = job, set()
     said: list[str] = []
     units = [unit for name, module in modules.items() if (unit := _unit(name, module, said)) is not None]
     device = next((unit.param_group.device for unit in units), torch.device("cpu"))
