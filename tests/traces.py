@@ -409,19 +409,20 @@ def rank_program() -> None:
 
 
 def differences(old: Sequence[str], new: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Return the differences of the messages of two records, and those of their results, a line each."""
+    """Return the differences of the messages of two records, and those of their results, a line each. One of them may have some scenarios
+    alone."""
     told: tuple[list[str], list[str]] = ([], [])
     both = [_sections(lines) for lines in (old, new)]
-    for place in dict.fromkeys([*both[0], *both[1]]):
+    told[0].extend(f"{place}: in one record only" for place in sorted(both[0].keys() ^ both[1].keys()))
+    for place in filter(both[1].__contains__, both[0]):
         for mark, found in ((">", told[0]), ("=", told[0]), ("<", told[1])):
-            before, after = ([line for line in one.get(place, ()) if line[0] == mark] for one in both)
+            before, after = ([line for line in one[place] if line[0] == mark] for one in both)
             for what, a, b, c, d in difflib.SequenceMatcher(None, before, after, False).get_opcodes():
                 same = what == "replace" and b - a == d - c
                 found += [f"{place}: {line} -> {other}" for line, other in zip(before[a:b], after[c:d]) if same]
                 if what != "equal" and not same:
-                    found += [f"{place}: gone: {line}" for line in before[a:b]] + [
-                        f"{place}: new: {line}" for line in after[c:d]
-                    ]
+                    found += [f"{place}: gone: {line}" for line in before[a:b]]
+                    found += [f"{place}: new: {line}" for line in after[c:d]]
     return told
 
 
