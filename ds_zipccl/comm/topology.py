@@ -14,10 +14,11 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import _get_default_store
+from torch.distributed.distributed_c10d import Store, _get_default_store
 
 _PREFIX, _SECRET = "ds_zipccl/texts", "ds_zipccl/hash key"
 #: Seconds between two messages about missing ranks (seed).
@@ -48,7 +49,7 @@ def find(group: dist.ProcessGroup, place: str = "") -> dict[int, int]:
     return {rank: numbers.setdefault(name, len(numbers)) for rank, name in names.items()}
 
 
-def pause(store: dist.Store, key: str, seconds: float) -> None:
+def pause(store: Store, key: str, seconds: float) -> None:
     """Let other threads use the store before the next look for a key."""
     time.sleep(seconds)
 
@@ -94,9 +95,7 @@ class _Life:
         texts = store.multi_get([f"{prefix}/{rank}" for rank in came])
         return {rank: said.decode(errors="replace") for rank, said in zip(came, texts, strict=True)}, missing
 
-    def _comes(
-        self, store: dist.Store, key: str, end: float, late: Callable[[list[int]], None] | None, prefix: str
-    ) -> bool:
+    def _comes(self, store: Store, key: str, end: float, late: Callable[[list[int]], None] | None, prefix: str) -> bool:
         """Return whether a key comes before ``end``. Blocks."""
         begin = said = now = time.monotonic()
         while not store.check([key]):
@@ -109,7 +108,7 @@ class _Life:
             pause(store, unasked or key, min(max(1e-3, (now - begin) / 10), 0.05))
         return True
 
-    def _answer(self, store: dist.Store) -> str:
+    def _answer(self, store: Store) -> str:
         """Answer the questions of other ranks with the token, and return the key of one that has not come; "" where all have."""
         unasked = ""
         for rank in self._ranks:
@@ -121,7 +120,7 @@ class _Life:
                 store.set(f"{key}/{number.decode()}", self._token)
         return unasked
 
-    def _missing(self, store: dist.Store, prefix: str) -> list[int]:
+    def _missing(self, store: Store, prefix: str) -> list[int]:
         """Return the ranks with no key under ``prefix``; the lowest one where it has not answered."""
         missing = [rank for rank in self._ranks if not store.check([f"{prefix}/{rank}"])]
         return missing if missing or self._token else [min(self._ranks)]
@@ -150,10 +149,11 @@ def collect(
     Raises:
         RuntimeError: the store does not answer.
     """
+    store: Any = _get_default_store()  # torch's types lack its timeout
     try:
         if group not in _lives:
             _lives[group] = _Life(group)
-        return _lives[group].exchange(kind, text, timeout or _get_default_store().timeout, late)
+        return _lives[group].exchange(kind, text, timeout or store.timeout, late)
     except RuntimeError as error:
         raise RuntimeError(
             f"the rendezvous store does not answer; see the output of the rank that hosts it, often 0: {error}"
@@ -174,10 +174,11 @@ def tell(group: dist.ProcessGroup, text: str) -> dict[int, str]:
 
 def secret() -> bytes:
     """Return 16 random bytes, the same on all ranks of the job: those of the first to ask. Blocks for the rendezvous store alone."""
-    store = _get_default_store()
+    store: Any = _get_default_store()
     with contextlib.suppress(AttributeError, RuntimeError):  # older torch and stores of users have no clone()
         store = store.clone()  # torch may hold the lock of the client until a peer comes, in another thread
-    return bytes.fromhex(store.compare_set(_SECRET, "", secrets.token_hex(16)).decode())
+    found: bytes = store.compare_set(_SECRET, "", secrets.token_hex(16))
+    return bytes.fromhex(found.decode())
 
 
 def by_node(group: dist.ProcessGroup, found: dict[int, int]) -> list[list[int]]:

@@ -30,7 +30,7 @@ class TagRange(IntEnum):
     COLLECTIVE = 1 << 30
     POINT_TO_POINT = COLLECTIVE + TAGS_PER_RANGE
     SHADOW = POINT_TO_POINT + TAGS_PER_RANGE
-    #: One tag serves all exchanges of a calibration: messages of a pair of ranks arrive in order.
+    #: One tag serves all exchanges of a calibration: messages of a pair of ranks arrive in order. The next one is that of flags of kernels.
     CALIBRATION = SHADOW + TAGS_PER_RANGE
     #: A tag for the body of each announced send, by the number of the send. The range lies in the unused part of the one before.
     BODY = CALIBRATION + TAGS_PER_RANGE // 2

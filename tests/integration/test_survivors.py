@@ -77,14 +77,15 @@ def one_job_of_both(rank: int, ranks: int) -> None:
         assert found.job is job.of_process() and found.job.zero_stages == {2} and found.job.untraced
 
 
-test_lives = runner.programs(__name__)
+test_survivors = runner.programs(__name__)
 
 WORKER = """
 import os, sys, torch, torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
 from ds_zipccl import fsdp
-dist.init_process_group("gloo")
-rank, attempt, path = dist.get_rank(), int(os.environ["TORCHELASTIC_RESTART_COUNT"]), sys.argv[1]
+attempt, path = int(os.environ["TORCHELASTIC_RESTART_COUNT"]), sys.argv[1]
+store, rank, ranks = next(dist.rendezvous("env://"))  # gloo may take the addresses of the attempt before
+dist.init_process_group("gloo", store=dist.PrefixStore(str(attempt), store), rank=rank, world_size=ranks)
 torch.manual_seed(0)
 model = torch.nn.Sequential(torch.nn.Linear(256, 256), torch.nn.Linear(256, 256))
 begin = 0
