@@ -475,8 +475,7 @@ def hop_of(points: Sequence[tuple[float, float]], topology: Topology) -> float:
 
 
 def exchange_latency(topology: Topology, profile: DeviceProfile) -> float:
-    """Return the seconds of an exchange of all ranks without its bytes: every rank has a message for every other one, which may be
-    empty."""
+    """Return the seconds of an exchange of all ranks without its bytes: a message for every rank, which may be empty."""
     return profile.exchange * max(1.0, topology.ranks / EXCHANGED)
 
 
@@ -501,9 +500,8 @@ def gather_way(topology: Topology, profile: DeviceProfile, *, in_levels: bool) -
     there to the own node."""
     nodes, each, ranks = topology.nodes, topology.each, topology.ranks
     if in_levels:
-        return nodes * exchange_latency(topology, profile), (1 - 1 / nodes) / profile.network + (
-            1 - 1 / each
-        ) / profile.inside
+        per_byte = (1 - 1 / nodes) / profile.network + (1 - 1 / each) / profile.inside
+        return nodes * exchange_latency(topology, profile), per_byte
     slowest = min([profile.network] * (nodes > 1) + [profile.inside] * (each > 1), default=math.inf)
     return ring_latency(topology, profile), (1 - 1 / ranks) / slowest
 
@@ -523,37 +521,27 @@ def levels_from(topology: Topology, profile: DeviceProfile) -> float:
 
 
 def gather_fragments(
-    nbytes: float,
-    frames: float,
-    topology: Topology,
-    profile: DeviceProfile,
-    *,
-    levels: float,
-    budget: int,
-    frame: float = 0.0,
+    words: float, frames: float, topology: Topology, profile: DeviceProfile, least: float, budget: int, frame: float = 0
 ) -> tuple[int, bool]:
     """Return the number of fragments of a gather, and whether all of them go in two levels. The schedules cut this number, and the model
-    assumes it.
-
-    Each takes its latency, and the host. One may fill the ``budget``: then there are as few as possible, and nothing hides the codec. Where
-    two fit, one is coded while the other is on the wire, so that 1/n of the codec shows.
+    assumes it. Each takes its latency, and the host. One may fill the ``budget``: then there are as few as possible, and nothing hides the
+    codec. Where two fit, one is coded while the other is on the wire, so that 1/n of the codec shows.
 
     Args:
-        nbytes, frames, frame: bytes of the words and of the frames of all ranks, and of their largest piece.
-        levels: :func:`levels_from`.
-        budget: bytes of the staging buffers.
+        words, frames, frame: bytes of the words and of the frames of all ranks, and of their largest piece.
+        least, budget: :func:`levels_from`; bytes of the staging buffers.
     """
-    codec, rooms = sum(coding_seconds(GATHER, nbytes, topology, profile)), (budget, budget // 2)
+    codec, rooms = sum(coding_seconds(GATHER, words, topology, profile)), (budget, budget // 2)
     alone, paired = (1 if frames <= room else math.ceil(frames / max(frame, room - frame)) for room in rooms)
 
-    def count(collectives: int, in_levels: bool, least: float) -> int:
+    def count(collectives: int, in_levels: bool, fewest: float) -> int:
         delay = collectives * profile.launch + gather_way(topology, profile, in_levels=in_levels)[0]
         # n delay + codec / n is least where one more hides less of the codec than its delay
         best = max(paired, min(FRAGMENTS, math.ceil(math.sqrt(codec / delay + 0.25) - 0.5)))
-        return best if best * least <= frames and best * delay + codec / best < alone * delay + codec else alone
+        return best if best * fewest <= frames and best * delay + codec / best < alone * delay + codec else alone
 
-    in_levels = count(topology.nodes, True, levels)
-    return (in_levels, True) if in_levels * levels <= frames else (count(1, False, 0.0), False)
+    in_levels = count(topology.nodes, True, least)
+    return (in_levels, True) if in_levels * least <= frames else (count(1, False, 0.0), False)
 
 
 def gather_wire(
@@ -607,9 +595,7 @@ def coded_seconds(
         return fixed + encode + decode + _all_to_all_wire(nbytes, topology, profile, ratio)
     if kind == GATHER:
         cut, frames = cut_by or profile, nbytes / ratio
-        pieces, levels = gather_fragments(
-            nbytes, frames, topology, cut, levels=levels_from(topology, cut), budget=STAGING
-        )
+        pieces, levels = gather_fragments(nbytes, frames, topology, cut, levels_from(topology, cut), STAGING)
         wire = pieces * gather_wire(frames / pieces, topology, profile, cut)
         host = pieces * profile.launch
         stages = host, encode, max(wire, host * topology.nodes if levels else host), decode

@@ -446,7 +446,7 @@ def test_gathers_cut_as_many_fragments_as_the_model_assumes(ranks: int, budget: 
             ends = [one.last for one in plan.fragments]
             assert [one.first for one in plan.fragments] == [0, *ends[:-1]] and ends[-1] == len(plan.pieces)
             sizes = 2 * ranks * sum(numels), sum(parts), topology, by
-            wanted = cost_model.gather_fragments(*sizes, frame=frame, budget=budget, levels=levels)
+            wanted = cost_model.gather_fragments(*sizes, frame=frame, budget=budget, least=levels)
             assert len(parts) == wanted[0] or len(parts) < wanted[0] > sum(parts) / frame, "none is empty"
             assert plan.in_levels == wanted[1]
             assert max(parts) - min(parts) <= 2 * frame and max(parts) <= max(budget, 2 * frame)
@@ -476,7 +476,7 @@ def test_the_number_of_fragments_is_the_best(decode: float) -> None:
     codec = sum(cost_model.coding_seconds(GATHER, S, ONE, profile))
     delay = cost_model.ring_latency(ONE, profile) + profile.launch
     for budget, least, paired in ((1 << 40, 1, 1), (300 * mib, 1, 2), (100 * mib, 2, 4)):
-        found = cost_model.gather_fragments(S, S / 1.46, ONE, profile, budget=budget, levels=math.inf)
+        found = cost_model.gather_fragments(S, S / 1.46, ONE, profile, budget=budget, least=math.inf)
         seconds = {count: count * delay + codec / count for count in range(paired, max(4, paired) + 1)}
         best = min(seconds, key=lambda count: seconds[count])
         assert found == (best if seconds[best] < least * delay + codec else least, False)

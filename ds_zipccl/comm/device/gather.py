@@ -177,7 +177,7 @@ def plan_of(
     fragments, nbytes = [], [size * ctx.size for size, _ in slots]
     words = sum(piece.numel for piece in pieces) * itemsize * ctx.size
     count, in_levels = ctx.cut.gather(
-        words, sum(nbytes), frame=max(nbytes), budget=ctx.budget, levels=ctx.cut.levels_from
+        words, sum(nbytes), frame=max(nbytes), budget=ctx.budget, least=ctx.cut.levels_from
     )
     for first, last in _fragments(nbytes, count):
         some = pieces[first:last]
