@@ -13,7 +13,7 @@ from unittest import mock
 
 import pytest
 import torch
-from engines import BATCH, CONTEXT, FIRST, SOURCES, VOCABULARY, ZERO3, Lab, Model, bits, digest, rank_program
+from engines import BATCH, CONTEXT, FIRST, SOURCES, ZERO3, Lab, Model, bits, digest, rank_program
 from programs import launch, plain_and_coded, reference
 from tiers import mostly_full
 
@@ -143,75 +143,13 @@ def edited(lab: Lab) -> None:
                 for weight in weights:
                     weight.data.add_(sign * torch.eye(len(weight), dtype=weight.dtype))
         lab.train(engine)
-        evaluate(lab, engine, 1)
+        with torch.no_grad():
+            lab.losses.append(engine(torch.arange(BATCH * CONTEXT).view(BATCH, CONTEXT)).item().hex())
     train(lab, engine, 1, "merged", "sends")
     with deepspeed.zero.GatheredParameters(weights):
         lab.losses.append(str(sum(weight.double().sum().item() for weight in weights)))
         weights[0].data.fill_(7.0)  # plain DeepSpeed forgets it
     train(lab, engine, 1, "read")
-
-
-def evaluate(lab: Lab, engine: Any, batches: int, trains: bool = False, mode: Any = torch.no_grad) -> None:
-    engine.train(trains)
-    with mode():
-        for _ in range(batches):
-            tokens = torch.randint(VOCABULARY, (BATCH, CONTEXT), generator=lab.batches)
-            lab.losses.append(engine(tokens).item().hex())
-    engine.train()
-
-
-#: Ways to evaluate: whether modules are in the mode of training, and the mode of gradients.
-WAYS = {
-    "eval": (False, torch.no_grad),
-    "train, no_grad": (True, torch.no_grad),
-    "inference": (False, torch.inference_mode),
-    "eval, gradients": (False, contextlib.nullcontext),
-}
-
-
-def evaluated(lab: Lab) -> None:
-    """Frozen weights are written to between batches of evaluations, before steps and before saves."""
-    import deepspeed
-
-    engine = start(lab, Mixed, zero={"stage3_gather_16bit_weights_on_model_save": True})
-    weights = [layer.weight for layer in engine.module.layers]
-    lab.folder.mkdir(exist_ok=True)
-
-    def write(number: int, rank: int) -> None:
-        if lab.rank == rank:
-            weights[number].ds_tensor.data.mul_(1.25)
-
-    def save(name: str) -> None:
-        engine.save_16bit_model(lab.folder, name)
-        if lab.rank == 0:
-            words = torch.load(lab.folder / name, weights_only=True)
-            lab.losses += (digest([one]) for one in words.values())
-
-    train(lab, engine, 3, "before", FIRST, "sends")
-    for number, (way, mode) in enumerate(WAYS.items()):
-        evaluate(lab, engine, 2, *mode)
-        write(number % 3, number % 2)
-        evaluate(lab, engine, 1, *mode)
-        ends(lab, way, MISS, "sends")
-        evaluate(lab, engine, 3, *mode)
-        ends(lab, f"{way}, again", "sends")
-    write(2, 0)
-    train(lab, engine, 1, "a step", MISS, "sends")
-    train(lab, engine, 2, "steps", "sends")
-    evaluate(lab, engine, 2)
-    train(lab, engine, 2, "evaluated between steps", "sends")
-    save("first")
-    ends(lab, "saved", "sends")
-    lab.train(engine)
-    write(1, 1)
-    save("second")
-    ends(lab, "written and saved", MISS, "sends")
-    lab.train(engine)
-    with deepspeed.zero.GatheredParameters(weights):
-        lab.losses.append(str(sum(weight.double().sum().item() for weight in weights)))
-    write(0, 1)
-    evaluate(lab, engine, 2)
-    ends(lab, "read and written", MISS, "sends")
 
 
 def checkpoint(lab: Lab) -> None:
@@ -286,7 +224,6 @@ CASES: dict[str, Callable[[Lab], None]] = {
         zero_force_ds_cpu_optimizer=False,
     ),
     "edited": edited,
-    "evaluated": evaluated,
     "checkpoint": checkpoint,
     "several engines": several_engines,
     "unwaited": unwaited,
@@ -361,7 +298,7 @@ def section(run: str) -> str:
     return f'{{"enabled": true, "mode": "{mode}", "min_bytes": 4096, "reduction": "match", "zero3_base": "{base}"}}'
 
 
-SOME = ("none", "mixed", "edited", "evaluated", "in a batch")
+SOME = ("none", "mixed", "edited", "in a batch")
 #: (run, cases). The runs differ in the parameters that have bases, and in the schedules.
 GROUPS = {
     "auto": ("auto", SOME),
