@@ -136,9 +136,7 @@ class ZipcclConfig:
         "auto: with ZeRO-1 and ZeRO-2, send every slice of a gradient bucket only to the ranks that own it, which halves the bytes "
         "of the all-reduce. off: all-reduce the bucket.",
     ] = "auto"
-    min_bytes: Annotated[
-        int, Within(0, _BYTES), "Messages of fewer bytes pass through; in a send each element counts as two."
-    ] = 65536
+    min_bytes: Annotated[int, Within(0, _BYTES), "Smaller messages pass; a send's elements count 2 bytes."] = 65536
     nccl: Annotated[
         Literal["auto", "on", "off"],
         "auto: code gathers and exchanges of NCCL groups, once the first four optimizer steps have shown that coded copies have the words "
