@@ -59,8 +59,8 @@ class _Life:
 
     The store may outlive the group, and another group may get its name. So every exchange is under a token of this group's life, which its
     lowest rank draws. The other ranks draw numbers and ask with them; the answer to a number lies under a key with that number, where no
-    other life finds or leaves one. The question of an earlier life may still be there when the lowest rank first looks, and so it looks
-    again, until all ranks have sent a text.
+    other life finds or leaves one. The lowest rank may first find the question of an earlier life, and therefore looks until all ranks
+    have sent a text.
 
     A client of the store has one lock, which torch holds while it waits for a key. So nothing here waits in the store: other threads of
     this process may have to use it before a peer can come.

@@ -1,7 +1,7 @@
 """The parameters of one FSDP2 model: their bases, and the parts of a module's gather.
 
 A program may write to parameters between any two gathers, and FSDP2 has no function for it: each gather asks all ranks whether its shards
-have changed, see :mod:`ds_zipccl.comm.host.cached`. Nothing here follows passes, modes or optimizers, which differ between ranks.
+have changed, see :class:`ds_zipccl.comm.CachedParameter`. Nothing here follows passes, modes or optimizers, which differ between ranks.
 """
 
 from __future__ import annotations
