@@ -294,7 +294,8 @@ def agreed_of(params: Sequence[Any]) -> Sequence[Agreed]:
 
 def parts_of(params: Sequence[Any], dtype: torch.dtype) -> Sequence[Part]:
     """Return the parameters of a gather in a dtype as parts of it, or nothing if none of them has a base that fits the gather."""
-    cached = states_of(params, CachedParameter)
+    if not any(cached := states_of(params, CachedParameter)):
+        return ()
     found = [part_of(one, param.ds_tensor.ds_numel, dtype) for param, one in zip(params, cached, strict=True)]
     return found if any(part.cached is not None for part in found) else ()
 
