@@ -117,8 +117,9 @@ def main(text: str | None, program: Callable[..., Program], failures: Callable[.
 
 
 def every(programs: Iterable[Program], failures: Callable[[list[Program]], list[str]]) -> list[str]:
-    """What ``failures`` says of programs, those of equal ranks and section at a time."""
+    """What ``failures`` says of programs, some of equal ranks and section at a time: a launch has a time limit."""
     groups: dict[Any, list[Program]] = {}
     for one in programs:
         groups.setdefault((one.ranks, one.section), []).append(one)
-    return [text for some in groups.values() for text in failures(some)]
+    launches = [some[at : at + 40] for some in groups.values() for at in range(0, len(some), 40)]
+    return [text for some in launches for text in failures(some)]
