@@ -234,6 +234,8 @@ def _train(
     """Accumulate gradients, and take a step; with ``skip`` not on ``ranks``. ``write``: before the backward pass ``at``, on ``ranks``."""
     models = [one.model for one in side.models] if together else [side.models[number].model]
     used = [*side.optimizers] if together else [side.optimizers[number]]
+    for _, param in side.models[number].shards() if clip else ():
+        param.grad = None  # an optimizer of one rank may have left some, and a norm sends a message for each
 
     def backward() -> torch.Tensor:
         for count, branch in enumerate(branches):
