@@ -20,9 +20,10 @@ Operations have the sizes of --ds-config, else DeepSpeed's. These keys change mo
   A bucket that is much smaller than the model has few owners, which take up to twice as long to receive the sums; ms includes that.
 * --delta auto: ZeRO-1 and ZeRO-2 gather parameters as differences from the last step. The ratio (4 for bf16) is that of the peak learning
   rate. It grows to between 10 and 70 as the rate decays: --delta-ratio.
-* --zero3-base auto: ZeRO-3 copies frozen parameters out of a base, which sends nothing. Each rank compares its shard at every copy, and
-  all ranks agree twice per step. host or device: trained parameters go as differences too. Only the first gather of a step finds changes
-  ("parameters, first"); gathers of the backward pass and of further micro-batches ("parameters, again") are copies.
+* --zero3-base auto: ZeRO-3 copies frozen parameters out of a base, which sends no values. At every copy each rank compares its shard; on
+  gloo ranks ask each other then, on NCCL they agree once per step. host or device: trained parameters go as differences too. Only the
+  first gather of a step finds changes ("parameters, first"); those of the backward pass and of further micro-batches ("parameters, again")
+  are copies.
 * --gradients CODEC: gradients by a lossy codec, at the speed of exponents. Bits and errors are expectations; bench codec measures.
 
 Columns (also the keys of the rows in --json):

@@ -24,8 +24,6 @@ HOW = {EXPONENTS: CODED, CHANGED: "differences", COPIED: "copies", LOSSY: LOSSY}
 #: Keys of the section that are options of ``plan``: values, the default first.
 SWITCHES = {"owner_only": ("auto", "off"), "delta": ("auto", "off"), "zero3_base": ("auto", "off", "host", "device")}
 USUAL = {key: choices[0] for key, choices in SWITCHES.items()}
-#: Agreements on the copies of a step: before the first one, and before the optimizer step (how-it-works.md).
-_AGREEMENTS = 2
 
 
 @dataclass(frozen=True)
@@ -33,7 +31,7 @@ class StepTraffic:
     """One line of a step: ``part`` of the parameters moves ``times`` times by ``op``, in operations of ``bucket`` elements at most.
 
     ``coded_op``: operation of the coded variants, ``op`` if empty. ``coding``: of the coded variants. ``slower``: factor on the
-    predicted time of ``coded_op``. ``agreements``: of all ranks on the copies of this line and of later ones.
+    predicted time of ``coded_op``.
     """
 
     what: str
@@ -44,7 +42,6 @@ class StepTraffic:
     coding: str = EXPONENTS
     slower: float = 1.0
     part: float = 1.0
-    agreements: int = 0
 
 
 @dataclass(frozen=True)
@@ -123,7 +120,7 @@ def _traffic(args: argparse.Namespace, buckets: Buckets) -> Iterator[StepTraffic
     gather = StepTraffic("", "all_gather", buckets.prefetch, micro)
     held = 0.0 if keeps == "off" else _held(args)
     for coding, frozen in ((COPIED, (1 - part) * held), (EXPONENTS, (1 - part) * (1 - held))):
-        yield replace(gather, what=FROZEN[0], coding=coding, part=frozen, agreements=_AGREEMENTS)
+        yield replace(gather, what=FROZEN[0], coding=coding, part=frozen)
         yield replace(gather, what=FROZEN[1], coding=coding, part=frozen * again)
     if keeps in ("auto", "off"):
         yield replace(gather, what="parameters, forward", part=part)
@@ -132,7 +129,7 @@ def _traffic(args: argparse.Namespace, buckets: Buckets) -> Iterator[StepTraffic
         times = 2 * micro - 1
         left = part * (micro * (1 + again) - 1) / times
         yield replace(gather, what="parameters, first", times=1, coding=CHANGED, part=part)
-        yield replace(gather, what="parameters, again", times=times, coding=COPIED, part=left, agreements=_AGREEMENTS)
+        yield replace(gather, what="parameters, again", times=times, coding=COPIED, part=left)
     yield StepTraffic(GRADIENTS, "reduce_scatter", buckets.reduce, micro, part=part)
 
 

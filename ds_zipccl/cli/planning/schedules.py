@@ -142,12 +142,12 @@ class HostSchedules:
         return 1e3 * sum(n * predict(op, schedule, size * part, ranks, profile, coding.ratio) for size, n in sizes)
 
     def _copies_ms(self, line: StepTraffic, profile: LinkProfile) -> float:
-        """Milliseconds of gathers that copy a base, whose own shard is compared at each copy and at each agreement."""
+        """Milliseconds of gathers that copy a base: each compares the own shard, and asks all ranks."""
         nbytes, calls = self._nbytes(line), line.times * sum(count for _, count in step.operations(self.args, line))
         shard: float = nbytes / self.args.gpus
-        comparing = shard / profile.encode
-        seconds = calls * profile.call + line.times * (nbytes / profile.copy + comparing)
-        return 1e3 * (seconds + line.agreements * (profile.alpha + comparing))
+        return 1e3 * (
+            calls * (profile.call + profile.alpha) + line.times * (nbytes / profile.copy + shard / profile.encode)
+        )
 
 
 # ---- devices, NCCL -----------------------------------------------------------------------------------
