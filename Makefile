@@ -90,11 +90,11 @@ soak-programs: $(VENV)/ready
 	PYTHONPATH=$(TEST_PATH) $(BIN)/python tests/support/fsdp_programs.py 0 --seeds $(SEEDS)
 	PYTHONPATH=$(TEST_PATH) $(BIN)/python tests/support/zero_programs.py 0 --seeds $(SEEDS)
 
-# Every message and result of fixed calls and trainings, beside those of tests/golden/traces.gz: each difference has a line, another result
+# Every message and result of fixed calls and trainings, beside those of tests/support/traces.gz: each difference has a line, another result
 # is an error. After a change of messages on purpose, copy out/traces.gz there. Some minutes.
 traces: $(VENV)/ready
 	PYTHONPATH=$(TEST_PATH):tests/fuzz $(BIN)/python tests/traces.py record out/traces.gz
-	PYTHONPATH=$(TEST_PATH):tests/fuzz $(BIN)/python tests/traces.py compare tests/golden/traces.gz out/traces.gz
+	PYTHONPATH=$(TEST_PATH):tests/fuzz $(BIN)/python tests/traces.py compare tests/support/traces.gz out/traces.gz
 
 # On a machine with a GPU, in the environment of $(PYTHON), which has torch with CUDA and numpy; pytest, DeepSpeed and a compiled driver come
 # from there, or from the folder WHEELS. In less than ten minutes: kernels, NCCL, trainings, sanitizers, tests and measurements; with FIRST=1

@@ -15,13 +15,13 @@ def test_a_trace_repeats() -> None:
     first, second = (traces.record(CALLS + TRAINING, [2]) for _ in range(2))
     assert first == second
     assert {line[0] for line in first} == set("#>=<")
-    kept = traces.read(TESTS / "golden" / "traces.gz")
+    kept = traces.read(TESTS / "support" / "traces.gz")
     begin = [kept.index(f"# {name}, rank {rank} of 2") for name in CALLS for rank in range(2)]
     ends = [next((at for at in range(place + 1, len(kept)) if kept[at][0] == "#"), len(kept)) for place in begin]
     wanted = [kept[0], *(line for place, end in zip(begin, ends, strict=True) for line in kept[place:end])]
     made = [line for line in first[: first.index(f"# {TRAINING[0]}, rank 0 of 2")]]
     _, results = traces.differences(wanted, made)
-    assert not results, "results that are no longer those of tests/golden/traces.gz:\n" + "\n".join(results)
+    assert not results, "results that are no longer those of tests/support/traces.gz:\n" + "\n".join(results)
 
 
 def test_each_difference_is_named() -> None:

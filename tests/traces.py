@@ -2,7 +2,7 @@
 
 python tests/traces.py record out/traces.gz                  # all scenarios on 2 and 4 ranks; some minutes
 python tests/traces.py record out/traces.gz --only sums      # those with "sums" in their names
-python tests/traces.py compare tests/golden/traces.gz out/traces.gz
+python tests/traces.py compare tests/support/traces.gz out/traces.gz
 
 Two records of one commit are equal byte for byte. After a change that shall leave messages as they are, or shall change some on purpose,
 ``compare`` names every message that is gone, new or of other bits, and every result. Another result is an error, and status 1.

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from engines import DIFFERENCE, FIRST, OTHER, ZERO3, Lab, Model, Trained, bits, rank_program, train_each
 
-from ds_zipccl.comm.host import gather, versions
+from ds_zipccl.comm.host import cached, gather
 from ds_zipccl.integration.zero import gathers
 from ds_zipccl.telemetry import counters
 
@@ -206,7 +206,7 @@ def one_bit(lab: Lab, name: str, *, proven: bool) -> None:
         copy[1000].view(torch.int16).bitwise_xor_(-(1 << 15))  # no rounding hides a wrong sign, no decoder sees it
     dist.barrier()
     with pytest.MonkeyPatch.context() as patch:
-        for module in () if proven else (gather, versions):
+        for module in () if proven else (gather, cached):
             patch.setattr(module, "region_hash", lambda *given: bytes(16))
         found = {OTHER: 1} if dense else {DIFFERENCE: 1, OTHER: 1}
         lab.train_phase(engine, 1, "after", found if proven and lab.rank == 0 else {DIFFERENCE: 1})

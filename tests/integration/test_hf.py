@@ -72,7 +72,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
 def test_unchanged_script_is_coded_and_keeps_its_bits(runs: Runs, models: str, library: str) -> None:
     plain, coded = (results[library] for results in runs(models)[:2])
     assert plain["coded_calls"] == {}
-    roles = {"whole": {"dp", "zero_grad", "zero_param"}, "adapters": {"zero_param"}}[models]
+    roles = {"whole": {"zero_grad", "zero_param"}, "adapters": {"zero_param"}}[models]
     assert set(coded["coded_calls"]) == roles
     assert len(set(coded["losses"])) == len(coded["losses"]) >= STEPS
     for key in ("losses", "params", "files", "merged"):

@@ -34,8 +34,8 @@ ON = {"enabled": True, "mode": "always", "min_bytes": 4096}
 CODED: dict[int, dict[str, Any]] = {2: ON, 3: ON | {"reduction": "match", "delta": "auto"}}
 #: With lossy activations, for the example of tensor parallelism.
 LOSSY = ON | {"min_bytes": 1024, "lossy": True, "roles": {"tp": {"codec": "round"}}}
-#: Roles of coded calls; dp: the broadcasts of the start.
-ROLES = {"zero1": {"dp", "zero_grad", "zero_param"}, "moe": {"dp", "zero_grad", "zero_param", "ep"}}
+#: Roles of coded calls.
+ROLES = {"zero1": {"zero_grad", "zero_param"}, "moe": {"zero_grad", "zero_param", "ep"}}
 ROLES |= dict.fromkeys(("zero2", "zero3", "zero2 overlap", "zero3 overlap"), ROLES["zero1"])
 #: Sources of the results of a plain run: the example, its settings, and counters of nothing.
 COUNTED = (EXAMPLES, PACKAGE / "telemetry", ROOT / "benchmarks" / "train" / "trial.py")

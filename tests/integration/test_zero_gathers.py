@@ -262,10 +262,16 @@ def test_the_limit_of_a_node(monkeypatch: pytest.MonkeyPatch) -> None:
             assert gathers._share(replace(AUTO, zero3_base_mib=mib)) * ranks >> 20 == allowed
 
 
-def test_the_end_of_an_engine_leaves_what_ranks_forget_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    """``DeepSpeedEngine.__del__`` ends it too, at a moment of one rank."""
-    monkeypatch.setattr(hooks.comm_engine, "forget_repeats", pytest.fail)
-    hooks._destroy(lambda engine: None, torch.nn.Module())
+def test_garbage_collection_of_an_engine_ends_nothing() -> None:
+    """``DeepSpeedEngine.__del__`` destroys it at a moment of one rank; the others still gather from bases."""
+    engine: Any = torch.nn.Module()
+    engine.device, engine.ds_zipccl_bases = CPU, [BaseSlot(torch.zeros(2, 8), [0], 0)]
+    with hints.hinting(collected=True):
+        hooks._destroy(lambda engine: None, engine)
+    (slot,) = engine.ds_zipccl_bases
+    assert not slot.freed
+    hooks._destroy(lambda engine: None, engine)
+    assert slot.freed and engine.ds_zipccl_bases is None
 
 
 @pytest.fixture

@@ -80,7 +80,7 @@ def param(number: int, group: Any = WORLD, stays: bool = False, **shard: Any) ->
     """``shard``: its dtype, its device, and its place if it is on disk."""
     given = {"dtype": torch.bfloat16, "device": "cuda", "final_location": None, **shard}
     given["device"] = torch.device(given["device"])
-    made = {"ds_id": number, "ds_process_group": group, "ds_persist": stays}
+    made = {"ds_id": number, "ds_process_group": group, "ds_persist": stays, "requires_grad": True}
     made["ds_tensor"] = SimpleNamespace(ds_numel=8, detach=lambda: torch.zeros(8), **given)
     return Param(**made, ds_status=SimpleNamespace(name="NOT_AVAILABLE"))
 

@@ -44,10 +44,12 @@ _memcmp.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
 
 
 class CachedParameter(Versioned):
-    """A parameter that may be copied from its base. ``way`` is DELTA once a gather has filled the base; every gather asks then."""
+    """A parameter that may be copied from its base. ``way`` is DELTA once a gather has filled the base; every gather asks then.
+    ``trained``: optimizer steps change it, so that a change is no event to count. Ranks may differ."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, *, trained: bool = False) -> None:
         super().__init__(name)
+        self.trained = trained
         self._used = self._proven = (
             False  # since it was filled, the base was copied; was hashed whole. Equal on all ranks
         )
@@ -145,8 +147,9 @@ def ask(call: Call, found: Sequence[tuple[CachedParameter, torch.Tensor]]) -> li
         ranks = torch.stack([arrived[rank] for rank in range(ctx.size)]).view(torch.int64)
         said = ranks.view(ctx.size, *mine.shape).transpose(0, 1).tolist()  # [parameters, ranks, numbers]
     reasons = [one.reason(ctx, *zip(*numbers, strict=True)) for (one, _), numbers in zip(found, said, strict=True)]
-    for reason in filter(None, reasons):
-        counters.record_difference(call.role, GATHER, reason)
+    for (one, _), reason in zip(found, reasons, strict=True):
+        if reason and not (one.trained and reason == CHANGED):
+            counters.record_difference(call.role, GATHER, reason)
     return [not reason for reason in reasons]
 
 

@@ -48,7 +48,9 @@ class Parameters:
             self._of[unit.name] = []
             for sharded in unit.param_group.fsdp_params:
                 name = names.get(id(sharded.sharded_param), sharded._module_info.param_name)
-                self._of[unit.name].append((sharded, cached := CachedParameter(name)))
+                self._of[unit.name].append(
+                    (sharded, cached := CachedParameter(name, trained=sharded.sharded_param.requires_grad))
+                )
                 wanted.append(_gathered(unit, sharded, cached))
         trains = any(one.trained for one in wanted)
         self._bases, self.said = gathers.hold_bases(wanted, config, device, trains=trains)

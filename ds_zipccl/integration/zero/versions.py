@@ -46,7 +46,7 @@ class Versions:
             for name, param in some:
                 setattr(param, VERSIONS, self)
                 sized = Agreed(name, param.ds_tensor.ds_numel, gathers.gathered_dtype(param)) if streams else None
-                setattr(param, STATE, sized or CachedParameter(name))
+                setattr(param, STATE, sized or CachedParameter(name, trained=param.requires_grad))
 
     def check_frames(self, among: Iterable[Any] | None = None) -> None:
         """Raise CommError if a frame was refused. A collective of every group of these parameters (None: of all) that has gathered by
