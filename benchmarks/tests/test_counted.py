@@ -20,8 +20,9 @@ from ds_zipccl import comm, kernels
 from ds_zipccl.benchmarks.comm import counted
 
 MODULE = "ds_zipccl.benchmarks.comm.counted"
-#: Few words for the emulated kernels, but enough for several fragments and size agreements with 1 MiB of staging.
-LAYER, BUCKET = (160_000, 40_000), 600_000
+#: Few words for the emulated kernels, but frames of a layer that do not fit 1 MiB of staging, which make several fragments, and several
+#: size agreements of a bucket.
+LAYER, BUCKET = (640_000, 240_000), 600_000
 SMALL = f"""
 import json
 from dataclasses import replace
@@ -64,7 +65,7 @@ def small(rank: int, ranks: int) -> tuple[int, int]:
     return gathers, collectives("all_to_all")
 
 
-@pytest.mark.full(reason="600,000 elements take the emulated kernels long")
+@pytest.mark.full(reason="880,000 elements take the emulated kernels long")
 def test_the_simulated_gpu_counts_the_same() -> None:
     kernels.route()
     result = python("-c", SMALL, PYTHONPATH=PYTHONPATH)

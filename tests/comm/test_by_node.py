@@ -206,6 +206,8 @@ def between(rank: int, ranks: int, nodes: Nodes, straight: bool) -> list[tuple[i
     words = torch.randint(-(1 << 15), 1 << 15, (ranks * SEGMENT,), generator=noise, dtype=torch.int16)
     found = []
     bell = torch.randn(ranks * SEGMENT, generator=noise).bfloat16()
+    # a group's first call that may have rows tells flags once, which are no frames
+    comm.all_to_all(list(torch.empty(ranks, 1)), list(torch.ones(ranks, 1)), config=CODED, role="ep")
     for source, role in ((words.view(torch.bfloat16), "sp"), (bell, "ep")):  # frames of one role learn from each other
         for rows in ([SEGMENT // 1024] * ranks, None):
             counters.reset()

@@ -21,7 +21,7 @@ from ds_zipccl import comm, kernels
 from ds_zipccl.comm import engine, topology
 from ds_zipccl.comm.device import first_steps, gather, sizes, sums
 from ds_zipccl.config import ZipcclConfig
-from ds_zipccl.integration import canary, start_up
+from ds_zipccl.integration import start_up
 
 CONFIG = ZipcclConfig(enabled=True, nccl="auto", nccl_min_bytes=0, min_bytes=0, mode="always", reduction="fp32")
 
@@ -37,7 +37,7 @@ GONE = "Connection (closed|reset) by peer"
 #: Phase -> the step of the job behind which the last rank gets the plant, the plant, and what the others say.
 PHASES: dict[str, tuple[int, Callable[[], None], str]] = {
     "self-test": (-1, dies(kernels, "route"), LATE),
-    "canary": (-1, dies(canary, "_wrong"), LATE),
+    "canary": (-1, dies(comm, "reduce_scatter_tensor"), LATE),
     "first steps": (1, dies(first_steps, "_move"), GONE),
     "decision": (2, dies(first_steps, "tell"), LATE),
     "agreement": (4, dies(sizes, "_to_host"), GONE),

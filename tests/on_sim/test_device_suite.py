@@ -48,8 +48,8 @@ def test_random_programs(route: CudaBackend, seeds: range) -> None:
         assert reasons <= ({"coded"} if OPS[OPERATIONS[name][0]].on_device else {passes}), name
 
 
-#: Operation -> host waits of a call; all others have one. All-reduces are a reduce-scatter and a gather.
-WAITS = {"all_reduce": 2, "all_reduce several": 2}
+#: Operation -> host waits of a call; all others have one. All-reduces are a reduce-scatter and a gather; ranks compare their owners first.
+WAITS = {"all_reduce": 2, "all_reduce several": 2, "owners": 2}
 #: Operations with a schedule on a device.
 CODED = [name for name in DRAWN if OPS[OPERATIONS[name][0]].on_device]
 

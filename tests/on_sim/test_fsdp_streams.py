@@ -94,7 +94,7 @@ class Model:
         for unit in units:
             plain = unit.param_group
             plain._all_gather_comm = AllGather(unit, job, plain._all_gather_comm, parameters)
-            plain._reduce_scatter_comm = ReduceScatter(unit, job, plain._reduce_scatter_comm)
+            plain._reduce_scatter_comm = ReduceScatter(unit, job, plain._reduce_scatter_comm, lambda unit: None)
         self.seen: list[tuple[torch.Tensor, torch.Tensor]] = []  # on the device, and wanted
 
     def forward(self, ahead: bool) -> None:
