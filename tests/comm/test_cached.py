@@ -173,7 +173,7 @@ def damaged_copy(rank: int, ranks: int) -> None:
     if rank == 1:
         sign.bitwise_xor_(1)
     with pytest.raises(comm.CommError, match=DAMAGED):
-        for _ in range(cached.AUDITS):
+        for _ in range(cached.AUDITS * cached.AUDIT_EACH):
             one.start([0])[2].wait()
 
 
@@ -203,7 +203,7 @@ def ranks_of_a_node_share_a_copy(rank: int, ranks: int) -> None:
         one.slots[0].memory[0, 7] = 77
     dist.barrier()
     with pytest.raises(comm.CommError, match=DAMAGED):
-        for _ in range(cached.AUDITS):
+        for _ in range(cached.AUDITS * cached.AUDIT_EACH):
             one.start([0])[2].wait()
 
 

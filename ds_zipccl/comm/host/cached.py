@@ -10,7 +10,7 @@ rank does (train, evaluate, skip a step, call a part of the model) decides nothi
 that asks once per pass must compare all shards once more in that pass.
 
 Rows of other ranks are not compared. Where ranks have copies of their own, the first question after a gather hashes the whole base, and
-each later one another part: a damaged copy that gathers were copied from stops all ranks.
+later ones another part now and then: a damaged copy that gathers were copied from stops all ranks.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ import torch
 
 from ds_zipccl import tensors
 from ds_zipccl.comm.bases.state import AGREEMENT, GATHER, NOTHING_THERE, SOMETHING_ELSE, Versioned, Way
-from ds_zipccl.comm.context import Call, OpContext
+from ds_zipccl.comm.context import Call, OpContext, Told
 from ds_zipccl.comm.group_state import region_hash
-from ds_zipccl.comm.host.pipeline import swap
 from ds_zipccl.comm.work import Work
 from ds_zipccl.telemetry import counters
 
-#: Questions in which a whole base is hashed once, part by part, and the least bytes of a part (default, not tuned: hashing costs less than
-#: comparing).
-AUDITS, AUDIT_BYTES = 64, 64 << 10
+#: Parts in which a base is hashed, the least bytes of a part, and the questions from one part to the next (default, not tuned).
+AUDITS, AUDIT_BYTES, AUDIT_EACH = 64, 64 << 10, 8
 #: Reasons for which a parameter is gathered by messages again, beside those of :mod:`ds_zipccl.comm.bases.state`.
 CHANGED, VERSION = "own shard changed", "version differs"
 #: An answer that names no base: the own shard is not the base's row; the last gather has failed.
 _CHANGED, _UNFILLED = -1, -2
 #: Elements that are converted at a time to compare a shard of another dtype (default, not tuned).
 _CHUNK = 1 << 20
+#: Bytes of shards from which on several threads compare them (default, not tuned: starting them takes as long as a few MB).
+_MUCH = 16 << 20
 _memcmp = ctypes.CDLL(None).memcmp
 _memcmp.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
 
@@ -93,15 +93,15 @@ class CachedParameter(Versioned):
         return slot.version << 24 | slot.serial if same_bits(shard, slot.memory[rank]) else _CHANGED
 
     def audit(self) -> int:
-        """Return the hash of a part of the base, another part with each call, or of the whole base in the first call after a gather; 0
-        where all ranks share the memory."""
+        """Return the hash of a part of the base, another part each time, or of the whole base in the first call after a gather; 0 in most
+        calls, and where all ranks share the memory."""
         slot = self.slot()
         self._turn += 1
-        if slot is None or len(slot.node_ranks) == len(slot.memory):
+        if slot is None or len(slot.node_ranks) == len(slot.memory) or (self._proven and self._turn % AUDIT_EACH):
             return 0
         octets = slot.memory.view(-1).view(torch.uint8)
         most = max(-(-octets.numel() // AUDITS), AUDIT_BYTES) if self._proven else octets.numel()
-        part = self._turn % max(1, -(-octets.numel() // max(1, most)))
+        part = self._turn // AUDIT_EACH % max(1, -(-octets.numel() // max(1, most)))
         return int.from_bytes(region_hash(octets[part * most : (part + 1) * most])[:8], "little", signed=True)
 
     def reason(self, call: Call, answers: Sequence[int], audits: Sequence[int]) -> str:
@@ -141,11 +141,11 @@ def ask(call: Call, found: Sequence[tuple[CachedParameter, torch.Tensor]]) -> li
         answers = _answers(found, call.rank)
         ctx = OpContext(AGREEMENT, call.group, call.config, call.role, "raw", tensors.CPU)
         mine = tensors.of_numbers(list(zip(answers, (one.audit() for one, _ in found), strict=True)), torch.int64)
-        own = mine.view(-1).view(torch.uint8)
-        arrived = swap(ctx, 0, ctx.peers, own, own.numel()) | {ctx.rank: own}
-        counters.record(call.role, AGREEMENT, 0, ctx.wire_bytes)
-        ranks = torch.stack([arrived[rank] for rank in range(ctx.size)]).view(torch.int64)
-        said = ranks.view(ctx.size, *mine.shape).transpose(0, 1).tolist()  # [parameters, ranks, numbers]
+        ranks = Told(
+            ctx, mine, "the answers to a question", ctx.tag(0)
+        ).all()  # in an order of this rank's own: none counts
+        counters.record(call.role, AGREEMENT, 0, len(ctx.peers) * mine.nbytes)
+        said = ranks.transpose(0, 1).tolist()  # [parameters, ranks, numbers]
     reasons = [one.reason(ctx, *zip(*numbers, strict=True)) for (one, _), numbers in zip(found, said, strict=True)]
     for (one, _), reason in zip(found, reasons, strict=True):
         if reason and not (one.trained and reason == CHANGED):
@@ -154,9 +154,9 @@ def ask(call: Call, found: Sequence[tuple[CachedParameter, torch.Tensor]]) -> li
 
 
 def _answers(found: Sequence[tuple[CachedParameter, torch.Tensor]], rank: int) -> list[int]:
-    """Return :meth:`CachedParameter.answer` of each parameter, by as many threads as torch uses: a single one is slower than the copies."""
+    """Return :meth:`CachedParameter.answer` of each parameter, by several threads where one is slower than the copies."""
     workers = min(torch.get_num_threads(), len(found))
-    if workers < 2:
+    if workers < 2 or sum(shard.nbytes for _, shard in found) < _MUCH:
         return [one.answer(shard, rank) for one, shard in found]
     with ThreadPoolExecutor(workers, "ds_zipccl-compare") as pool:
         return list(pool.map(lambda pair: pair[0].answer(pair[1], rank), found))
