@@ -145,7 +145,3 @@ class Latest(Generic[_K, _V]):
         nbytes, entry = self._found.pop(key, (0, None))
         self.nbytes -= nbytes
         return entry
-
-    def newest_first(self) -> tuple[_V, ...]:
-        """Return the entries."""
-        return tuple(entry for _, entry in reversed(self._found.values()))

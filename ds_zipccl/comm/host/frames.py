@@ -14,7 +14,6 @@ from ds_zipccl.codecs import CODECS, compress, compress_bound, compress_segments
 from ds_zipccl.codecs.known import NO_KEY
 from ds_zipccl.comm.buffer_pool import PooledBuffers
 from ds_zipccl.comm.context import OpContext
-from ds_zipccl.comm.group_state import region_hash
 from ds_zipccl.kernels import sums as plain_sums
 from ds_zipccl.policy import wire
 from ds_zipccl.telemetry import ranges
@@ -127,12 +126,6 @@ class FrameCoder:
             data = out.data  # torch's collectives count no version either
             decompress(frame, data, base=base, earlier=earlier, key=key, route=self.route)
             return out
-
-    def hash(self, words: torch.Tensor) -> bytes:
-        """Return the hash of flat words, with the key of the job; blocks, and waits for the device of the words."""
-        if self._staging is None:
-            return region_hash(words, self._ctx.hash_key, route=self.route)
-        return self._staging.hash(words, self._ctx.hash_key)
 
     def decompress_add(self, frame: torch.Tensor, peer: int, dtype: torch.dtype, sums: torch.Tensor) -> None:
         """Add the values in the frame of ``peer``, whose dtype is ``dtype``, to ``sums``.
