@@ -150,13 +150,13 @@ def payload_offset(ndim: int | None) -> int:
     return HEADER_BYTES + pad16(8 * (ndim or 0))
 
 
-def pack(header: Header, buffer: torch.Tensor) -> None:
+def pack(header: Header, buffer: torch.Tensor, overflowed: bool = False) -> None:
     """Write header and shape to the start of ``buffer`` (1-D uint8 CPU tensor, which holds the payload already).
 
-    The checksum that the header names is computed here, over the finished frame.
+    The checksum that the header names is computed here, over the finished frame. ``overflowed``: the frame has not fitted, and ends here.
     """
     shape = header.shape or ()
-    flags = _Flags(0)
+    flags = _Flags.OVERFLOWED if overflowed else _Flags(0)
     if header.shape is not None:
         flags |= _Flags.SHAPED
     if header.checksum is not None:

@@ -12,13 +12,19 @@ import variants
 
 from ds_zipccl import kernels
 from ds_zipccl.kernels import build
+from ds_zipccl.kernels.cpp import slots
 from ds_zipccl.kernels.cuda import backend
 from ds_zipccl.kernels.cuda import launches as cuda_launches
 from ds_zipccl.kernels.cuda.backend import CudaBackend
 
 
-@pytest.fixture(params=["emulated", "cuda-native", "cuda-cupy"])
+@pytest.fixture(params=["emulated", "slots", "cuda-native", "cuda-cupy"])
 def kernel(request: pytest.FixtureRequest) -> Iterator[tuple[CudaBackend, torch.device]]:
+    if request.param == "slots":
+        if request.module.__name__ in ("test_cuda_lossy", "test_cuda_rows"):
+            pytest.skip("these calls are those of the C++ backend")
+        yield slots.load(), torch.device("cpu")
+        return
     if reason := variants.Variant(request.param).why_not():
         pytest.skip(f"{request.param} is not usable here: {reason}")
     found = kernels.route(request.param)
