@@ -76,7 +76,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(args: argparse.Namespace) -> int:
     """Run ``bench comm``; 1 if any result differs from the plain one, else 0."""
     check(args)
-    backend = BACKENDS[args.backend]
+    backend = BACKENDS[args.backend].on(args.nodes)
     names = _operations(args, backend)
     for line in backend.lines(args.ranks, any(args.link)):
         tables.say(line)
@@ -137,6 +137,7 @@ def _operations(args: argparse.Namespace, backend: Backend) -> list[str]:
 
 def _columns(args: argparse.Namespace, backend: Backend) -> tuple[Column, ...]:
     more = (Column("ratio", ".3f", 6), Column("host_waits", ".1f")) if backend.streams else ()
+    more += (Column("between_bytes", ",d", 13),) if backend.nodes else ()
     return (
         Column("op", width=14),
         Column("dtype", width=8),

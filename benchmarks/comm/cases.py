@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from ds_zipccl.benchmarks import data
 from ds_zipccl.benchmarks.links import link
+from ds_zipccl.benchmarks.links.backends import BACKENDS
 from ds_zipccl.cli import ToolError
 from ds_zipccl.ops import TRAFFIC
 
@@ -68,7 +69,7 @@ def check(args: argparse.Namespace) -> None:
         raise ToolError(f"--ranks must be at least 2, got {min(args.ranks)}: one rank has no peer to send to")
     if min(args.numel) < max(args.ranks):
         raise ToolError(f"--numel must be at least the number of ranks, got {min(args.numel)} for {max(args.ranks)}")
-    link.check(args.link, args.ranks, args.nodes)
+    link.check(args.link, args.ranks, args.nodes, bool(BACKENDS[args.backend].nodes))
     for dtype in args.dtype:
         if not args.data.has(dtype):
             raise ToolError(f"{args.data.name} exists in {', '.join(data.DATA[args.data.name].dtypes)}, not in {dtype}")

@@ -24,6 +24,7 @@ from ds_zipccl.benchmarks.exponents import differing, words
 from ds_zipccl.benchmarks.links import link, namespaces
 from ds_zipccl.benchmarks.links.backends import BACKENDS, Backend
 from ds_zipccl.comm.engine import calibration
+from ds_zipccl.comm.group_state import find_nodes
 from ds_zipccl.config import ZipcclConfig
 from ds_zipccl.policy import trial
 from ds_zipccl.telemetry import counters
@@ -73,7 +74,10 @@ def take_part(
     if device.type == "cuda":
         device = more["device_id"] = torch.device("cuda", backend.local_rank(rank))
         torch.cuda.set_device(device)
+    backend.prepare()
     dist.init_process_group(backend.name, store=store, rank=rank, world_size=ranks, timeout=patience, **more)
+    if backend.nodes:
+        find_nodes()
     if any(isinstance(case, Case) and "auto" in case.variants for case in cases):
         comm.calibrate()
     for case in cases:
@@ -121,7 +125,7 @@ def measure(
             "dtype": case.dtype,
             "numel": case.numel,
             "ranks": ranks,
-            "nodes": network.nodes if network else 1,
+            "nodes": network.nodes if network else backend.nodes or 1,
             "link": link.name(network.spec if network else None),
             "variant": variant,
             "time_us": median * 1e6,
@@ -132,6 +136,8 @@ def measure(
         }
         if backend.streams:
             row |= {"backend": backend.name, "ratio": logical_bytes / wire_bytes, "host_waits": slowest[-1].host_waits}
+        if backend.nodes:
+            row["between_bytes"] = int(slowest[-1].between) if slowest[-1].sent else None
         rows.append(row)
     return rows
 
@@ -152,12 +158,13 @@ def _config(variant: Variant, backend: Backend) -> ZipcclConfig | None:
 @dataclass(frozen=True)
 class Run:
     """One measurement of a variant on this rank, per call. ``wrong``: elements that differ from the wanted result.
-    ``sent``: bytes, 0 for plain. ``host_waits``: waits for the device."""
+    ``sent``: bytes, 0 for plain. ``host_waits``: waits for the device. ``between``: bytes that a node sends to others."""
 
     seconds: float = 0.0
     wrong: float = 0.0
     sent: float = 0.0
     host_waits: float = 0.0
+    between: float = 0.0
 
 
 class Clock:
@@ -199,13 +206,15 @@ class Trial:
         self.itemsize = self._source.element_size()
         self._configs = {name: _config(variant, backend) for name, variant in VARIANTS.items()}
         self._clock = Clock(device)
+        self._between = backend.between
         self._wanted = dict.fromkeys(VARIANTS, self._output.clone())
         self.run("plain")
         self._wanted = dict.fromkeys(VARIANTS, self._output.clone())
         if op.sums and backend.streams and ranks > 2:
-            whole = torch.zeros(inputs)
-            for peer in range(ranks):
-                whole += case.data.make(inputs, case.dtype, seed=peer).float()
+            whole, each = torch.zeros(inputs), ranks // (backend.nodes or 1)
+            for first in range(0, ranks, each):  # in fp32 inside a node, rounded once, then in the order of the nodes
+                summands = [case.data.make(inputs, case.dtype, seed=peer) for peer in range(first, first + each)]
+                whole += sum(one.float() for one in summands).to(summands[0].dtype).float()
             own = whole if op.outputs is None else whole[rank * numel : (rank + 1) * numel]
             ours = own.to(self._output.dtype).to(device)
             self._wanted |= {name: ours for name, config in self._configs.items() if config is not None}
@@ -222,6 +231,7 @@ class Trial:
         spans = []
         counters.reset()
         dist.barrier()
+        before = self._between()
         for _ in range(self._iterations):
             self._prepare(variant)
             begin = self._clock.now()
@@ -235,7 +245,8 @@ class Trial:
         wrong = differing(self._output, self._wanted[variant], any_nan=self._op.sums)
         waits = sum(row["host_waits"] for row in rows)
         sent = counters.totals()["wire_bytes"] // self._iterations
-        return Run(seconds, wrong, sent, waits / self._iterations)
+        between = (self._between() - before) / self._iterations
+        return Run(seconds, wrong, sent, waits / self._iterations, between)
 
     def _prepare(self, variant: str) -> None:
         """Fill the output with the input of an in-place operation, or with wrong bits, which count if they stay."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ds_zipccl.benchmarks.links.namespaces import INTERFACE
@@ -19,6 +19,9 @@ SHARED_GPU = {
     "NCCL_NVLS_ENABLE": "0", "NCCL_MAX_CTAS": "2",
 }  # fmt: skip
 HOST_ID = "NCCL_HOSTID"
+#: The backend of :mod:`ds_zipccl.benchmarks.links.slots`, and variables of its ranks: the number of the node; the file
+#: to which rank 0 writes :attr:`Transport.between` at the end.
+SLOTS, NODE, COUNTED = "slots", "DS_ZIPCCL_SLOTS_NODE", "DS_ZIPCCL_SLOTS_COUNTED"
 
 
 @dataclass(frozen=True)
@@ -26,13 +29,19 @@ class Backend:
     """A value of ``--backend``.
 
     ``name``: in torch.distributed. ``device``: type of the tensors. ``streams``: whether calls run in stream order.
-    ``settings``: keys of the ``"zipccl"`` section that let messages of every size be coded.
+    ``settings``: keys of the ``"zipccl"`` section that let messages of every size be coded. ``nodes``: on loopback, nodes
+    that ranks take themselves to be in, one after the other; 0: no choice.
     """
 
     name: str
     device: str = "cpu"
     streams: bool = False
     settings: dict[str, Any] = field(default_factory=dict)
+    nodes: int = 0
+
+    def on(self, nodes: int | None) -> Backend:
+        """Return this backend with ranks in so many nodes, where that is a choice on loopback."""
+        return replace(self, nodes=nodes) if self.nodes and nodes else self
 
     @property
     def devices(self) -> int:
@@ -46,7 +55,9 @@ class Backend:
         return rank % self.devices if self.devices else rank
 
     def environment(self, ranks: int, rank: int, linked: bool = False) -> dict[str, str]:
-        """Variables of a rank that shares its GPU or uses a shaped network; {} if every rank has its own GPU."""
+        """Variables of a rank that shares its GPU, uses a shaped network, or takes itself to be in a node."""
+        if self.nodes and not linked:
+            return {NODE: str(rank * self.nodes // ranks)}
         if not self.devices or (ranks <= self.devices and not linked):
             return {}
         return {**SHARED_GPU, HOST_ID: f"rank{rank}"} | ({SOCKETS: INTERFACE} if linked else {})
@@ -81,6 +92,21 @@ class Backend:
             found.append(f"# ranks share GPUs or a shaped network, and communicate over sockets with {words}")
         return found
 
+    def prepare(self) -> None:
+        """Register the backend in this process if torch does not know it."""
+        if self.name == SLOTS:
+            from ds_zipccl.benchmarks.links import slots
+
+            slots.install()
+
+    def between(self) -> int:
+        """Bytes that the node of this rank has sent to other nodes in coded calls, where the backend counts them."""
+        if self.name != SLOTS:
+            return 0
+        from ds_zipccl.benchmarks.links import slots
+
+        return slots.Transport.between
+
     def check(self) -> None:
         """Check that the backend works here.
 
@@ -98,4 +124,5 @@ class Backend:
 BACKENDS: dict[str, Backend] = {
     "gloo": Backend("gloo"),
     "nccl": Backend("nccl", "cuda", streams=True, settings={"nccl": "on", "nccl_min_bytes": 0}),
+    SLOTS: Backend(SLOTS, streams=True, settings={"nccl": "on", "nccl_min_bytes": 0}, nodes=1),
 }

@@ -95,19 +95,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "DELAY is one way, LOSS a share of the packets (loopback)"
     )
     parser.add_argument("--link", nargs="+", type=parse, default=[None], metavar="LINK", help=joins)
-    shares = "with --link: number of nodes, which hold consecutive ranks; loopback inside a node (one node per rank)"
+    shares = (
+        "with --link, or --backend slots: number of nodes, which hold consecutive ranks (with a link: one per rank)"
+    )
     parser.add_argument("--nodes", type=int, metavar="M", help=shares)
 
 
-def check(links: Sequence[LinkSpec | None], ranks: Sequence[int], nodes: int | None) -> None:
-    """Check that ``--link``, ``--ranks`` and ``--nodes`` agree.
+def check(links: Sequence[LinkSpec | None], ranks: Sequence[int], nodes: int | None, on_loopback: bool = False) -> None:
+    """Check that ``--link``, ``--ranks`` and ``--nodes`` agree. ``on_loopback``: nodes need no link between them.
 
     Raises:
         ToolError: the options disagree; the message has the numbers and the rule.
     """
     if nodes is None:
         return
-    if not any(links):
+    if not any(links) and not on_loopback:
         raise ToolError("--nodes needs a --link between the nodes, such as --link 1gbit; on loopback there is one node")
     uneven = [count for count in ranks if nodes < 1 or count % nodes]
     if uneven:

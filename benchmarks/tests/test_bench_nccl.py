@@ -20,12 +20,12 @@ from ds_zipccl.benchmarks.links.backends import BACKENDS, Backend
 from ds_zipccl.benchmarks.links.namespaces import INTERFACE, Network
 from ds_zipccl.benchmarks.train import bench
 from ds_zipccl.benchmarks.train.results import problems, rows
-from ds_zipccl.benchmarks.train.trial import Training, _commands
+from ds_zipccl.benchmarks.train.trial import Training, _commands, find_script
 from ds_zipccl.ops import TRAFFIC
 
 #: ``python -m ds_zipccl bench`` with CPUs in place of GPUs.
 DRY = TESTS / "gpu" / "dry_bench.py"
-SCRIPT = TESTS / "gpu" / "dry_train.py"
+SCRIPT = find_script()
 NCCL = BACKENDS["nccl"]
 KINDS = [kind for kind in TRAFFIC if NCCL.codes(kind)]
 
@@ -41,12 +41,12 @@ def test_comm_over_groups_in_stream_order(tmp_path: Path) -> None:
     result = python(str(DRY), *words, PYTHONPATH=PYTHONPATH)
     assert result.returncode == 0, result.stderr
     found = content(path)
-    assert found["backend"] == "shim" and found["iterations"] == 2
+    assert found["backend"] == "slots" and found["iterations"] == 2
     assert [(row["op"], row["variant"]) for row in found["rows"]] == [
         (kind, variant) for kind in KINDS for variant in ("plain", "raw", "coded")
     ]
     for row in found["rows"]:
-        assert (row["numel"], row["wrong"], row["backend"]) == (30_000, 0, "shim")
+        assert (row["numel"], row["wrong"], row["backend"]) == (30_000, 0, "slots")
         assert row["time_us"] > 0
         assert row["ratio"] == pytest.approx(row["logical_bytes"] / row["wire_bytes"])
         most = 2 if row["op"] == "all_reduce" else 1  # a sum and a gather
@@ -105,7 +105,7 @@ def test_what_cannot_be_measured(words: str, said: str, capsys: pytest.CaptureFi
 
 
 def test_options_that_do_not_fit(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setitem(backends.BACKENDS, "nccl", Backend("shim", streams=True))
+    monkeypatch.setitem(backends.BACKENDS, "nccl", Backend("slots", streams=True))
     for words, said in (
         ("--op broadcast", "--op broadcast passes plain on nccl groups"),
         ("--variants auto", "take bench train --backend nccl"),

@@ -127,8 +127,8 @@ def main(args: argparse.Namespace) -> int:
         raise ToolError(
             f"need --repeat >= 1 and --steps > --skip >= 0, got {args.repeat}, {args.steps} and {args.skip}"
         )
-    link.check(args.link, args.ranks, args.nodes)
-    backend = BACKENDS[args.backend]
+    backend = BACKENDS[args.backend].on(args.nodes)
+    link.check(args.link, args.ranks, args.nodes, bool(backend.nodes))
     backend.check()
     # Wrong settings are refused before hours of runs.
     sections = [_section(variant, args.set, backend) for variant in args.variants]
@@ -270,6 +270,7 @@ def _loss(difference: float | None) -> str:
 
 def _columns(args: argparse.Namespace, backend: Backend) -> tuple[Column, ...]:
     more = (Column("host_waits", ".1f"),) if backend.streams else ()
+    more += (Column("between_mb", ".1f", 10),) if backend.nodes else ()
     stages = any(WORKLOADS[name].stages for name in args.workload)
     experts = (Column("ep_ms", ".1f", 8),) if any(WORKLOADS[name].experts for name in args.workload) else ()
     return (

@@ -78,6 +78,10 @@ def rows(training: Training, runs: Runs, skip: int) -> list[dict[str, Any]]:
         if training.backend.streams:
             waits = (results[0]["sent"] or {}).get("host_waits", 0)
             row |= {"backend": training.backend.name, "host_waits": waits / training.steps}
+        if training.backend.nodes:
+            row["between_mb"] = (
+                None if results[0]["between"] is None or variant == "plain" else results[0]["between"] / 1e6
+            )
         found.append(row)
     return found
 

@@ -17,7 +17,7 @@ from typing import Any
 
 import ds_zipccl
 from ds_zipccl.benchmarks.links import link, namespaces
-from ds_zipccl.benchmarks.links.backends import BACKENDS, Backend
+from ds_zipccl.benchmarks.links.backends import BACKENDS, COUNTED, SLOTS, Backend
 from ds_zipccl.benchmarks.links.namespaces import Network
 from ds_zipccl.cli import ToolError, step_logs
 from ds_zipccl.cli.tables import complain
@@ -103,7 +103,7 @@ class Training:
     @property
     def place(self) -> dict[str, Any]:
         """Columns that identify the configuration."""
-        nodes = (self.nodes or self.ranks) if self.link else 1
+        nodes = (self.nodes or self.ranks) if self.link else self.backend.nodes or 1
         return {"workload": self.workload, "ranks": self.ranks, "nodes": nodes, "link": link.name(self.link)}
 
 
@@ -142,11 +142,12 @@ def run(training: Training, variant: str, section: dict[str, Any] | None, networ
         ToolError: the run failed or took too long; the message ends with the last lines of its output.
     """
     with tempfile.TemporaryDirectory() as folder:
-        results, output, log = (Path(folder) / name for name in ("results.json", "output.txt", "steps.jsonl"))
+        names = "results.json", "output.txt", "steps.jsonl", "between.json"
+        results, output, log, between = (Path(folder) / name for name in names)
         name = f"{training.workload} x{training.ranks} {link.name(training.link)} {variant}"
         written = "0" if section is None else json.dumps({"step_log": str(log)} | section)
         wanted = {"DS_ZIPCCL": written, "OMP_NUM_THREADS": "1"}
-        wanted["DS_ACCELERATOR"] = training.backend.device
+        wanted |= {"DS_ACCELERATOR": training.backend.device, COUNTED: str(between)}
         more = ["--results", str(results), "--name", name]
         with output.open("wb") as sink:
             processes = []
@@ -172,6 +173,7 @@ def run(training: Training, variant: str, section: dict[str, Any] | None, networ
                 f"{variant} run ended with status {ended}; errors are above, the output ends with:\n{said[-4000:]}"
             )
         found: Results = json.loads(results.read_text())
+        found["between"] = json.loads(between.read_text()) if between.exists() else None
         return found | {"steps": step_logs.read(str(log)) if log.exists() else None}
 
 
@@ -180,7 +182,8 @@ def _commands(
 ) -> Iterator[tuple[list[str], dict[str, str]]]:
     """Yield command and environment of each process, by rank."""
     backend, options = training.backend, WORKLOADS[training.workload].options
-    command = [sys.executable, str(training.script), "--ds-config", str(config_of(training)), *options]
+    first = ["-m", "ds_zipccl.benchmarks.links.slots"] if backend.name == SLOTS else []
+    command = [sys.executable, *first, str(training.script), "--ds-config", str(config_of(training)), *options]
     command += ["--steps", str(training.steps), "--size", training.size, "--comm-time", *training.options, *more]
     if network is None and not backend.streams:
         yield [*command, "--ranks", str(training.ranks)], {}

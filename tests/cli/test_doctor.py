@@ -337,13 +337,13 @@ def test_groups_in_stream_order(tmp_path: Path) -> None:
     assert [[one["status"] for one in rank] for rank in (first, second)] == [[0, 0, 2]] * 2
     said = first[0]["text"]
     assert "canary: gather, exchanges and sums right in" in said
-    assert "link:  shim, 2 ranks: 2 nodes, at most 1 ranks each; " in said and "GB/s between nodes" in said
-    assert "gloo" not in said and "this does not hold here" not in said and "of shim's own schedules" in said
+    assert "link:  slots, 2 ranks: 2 nodes, at most 1 ranks each; " in said and "GB/s between nodes" in said
+    assert "gloo" not in said and "this does not hold here" not in said and "of slots's own schedules" in said
     rows = {row["what"]: row for row in found["doctor"]["rows"]}
     assert rows["gradients"]["reason"] == "sums are the backend's" and rows["gradients"]["speedup"] == 1.0
     assert found["doctor"]["profile"]["network"] > 0 and rows["total"]["ms"] <= rows["total"]["plain_ms"]
     assert found["always"]["profile"]["network"] > 0, "measured, though the job itself would not"
-    assert "rank 1 on" in first[2]["text"] and "has cpu gloo groups, rank 0 has cpu shim groups" in first[2]["text"]
+    assert "rank 1 on" in first[2]["text"] and "has cpu gloo groups, rank 0 has cpu slots groups" in first[2]["text"]
 
 
 @pytest.mark.full(reason="eight seconds of two interpreters; test_real_ranks has the ranks of a launcher")
@@ -407,15 +407,14 @@ def _rank(folder: Path, rank: int, own: Path) -> list[dict[str, Any]]:
 
 
 def _streams(folder: Path, rank: int, own: Path) -> list[dict[str, Any]]:
-    import shim
-
+    from ds_zipccl.benchmarks.links import slots
     from ds_zipccl.comm import topology
     from ds_zipccl.integration import start_line
 
-    shim.install()
+    slots.install()
     good = written(own, zero_optimization={"stage": 3})
     topology.here = lambda: f"node {rank}"  # type: ignore[assignment]
-    start_line.device_here = lambda: ("cpu", shim.NAME)  # type: ignore[assignment]
+    start_line.device_here = lambda: ("cpu", slots.NAME)  # type: ignore[assignment]
     done = [_run(rank, good, "--json", str(folder / "doctor.json"))]
     written(own, zero_optimization={"stage": 3}, zipccl={"enabled": True, "mode": "always"})
     done.append(_run(rank, good, "--json", str(folder / "always.json")))

@@ -1,5 +1,5 @@
-"""Lossy calls on groups in stream order, on the stand-in of tests/support/shim.py: the bits of their definition, which are those of gloo
-groups, in one level and in two; counts, refusals and planted mistakes."""
+"""Lossy calls on groups in stream order on CPUs (benchmarks/links/slots.py): the bits of their definition, which are those of gloo groups,
+in one level and in two; counts, refusals and planted mistakes."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ import levels
 import lossy_calls
 import pytest
 import ranks as runner
-import shim
 from lossy_calls import EVERYTHING, same
 
+from ds_zipccl.benchmarks.links import slots
 from ds_zipccl.telemetry import counters
 
 SIZE = 5_003
@@ -39,5 +39,4 @@ def by_definition(rank: int, ranks: int, nodes: levels.Nodes) -> None:
 )
 def test_calls_have_the_bits_of_their_definition(nodes: int, each: int) -> None:
     """In one level that of gloo groups, see test_lossy_messages.py."""
-    shim.build()
-    runner.run(by_definition, nodes * each, levels.nodes_of(nodes, each), backend=shim.NAME, timeout=500)
+    runner.run(by_definition, nodes * each, levels.nodes_of(nodes, each), backend=slots.NAME, timeout=500)

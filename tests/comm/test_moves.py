@@ -12,7 +12,6 @@ import corpus
 import moves
 import pytest
 import ranks as runner
-import shim
 import sums
 import tiers
 import torch
@@ -22,6 +21,7 @@ from operations import Coded
 from torch.testing._internal.two_tensor import TwoTensor
 
 from ds_zipccl import comm
+from ds_zipccl.benchmarks.links import slots
 from ds_zipccl.comm.device import sizes
 from ds_zipccl.comm.device.reports import Reports
 from ds_zipccl.comm.device.streams import Streams
@@ -362,14 +362,9 @@ CALLS = tuple(
 )
 
 
-@pytest.fixture(scope="module", autouse=True)
-def built() -> None:
-    shim.build()
-
-
 @pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.full), pytest.param(4, marks=pytest.mark.full)])
 def test_every_bit_arrives_in_stream_order(ranks: int) -> None:
-    runner.run(moves.moves, ranks, CALLS, None, ON_STREAMS, backend=shim.NAME)
+    runner.run(moves.moves, ranks, CALLS, None, ON_STREAMS, backend=slots.NAME)
 
 
 def wrong_words() -> None:
@@ -385,7 +380,7 @@ def wrong_words() -> None:
 
 def test_a_wrong_bit_is_noticed() -> None:
     with pytest.raises(runner.RankFailure, match="all_gather"):
-        runner.run(moves.moves, 2, CALLS[:1], wrong_words, ON_STREAMS, backend=shim.NAME)
+        runner.run(moves.moves, 2, CALLS[:1], wrong_words, ON_STREAMS, backend=slots.NAME)
 
 
 def test_memory_that_is_kept_is_written_in_any_mode() -> None:

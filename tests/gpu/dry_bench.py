@@ -1,7 +1,7 @@
 """Benchmarks of ``make gpu`` without a GPU, for a dry run: emulated kernels, and small buffers.
 
 python tests/gpu/dry_bench.py bench codec --device cuda ...          # the host's clock stands for the device's
-python tests/gpu/dry_bench.py bench comm --backend nccl ...          # groups in stream order on CPUs (shim.py)
+python tests/gpu/dry_bench.py bench comm --backend nccl ...          # groups in stream order on CPUs (benchmarks/links/slots.py)
 python tests/gpu/dry_bench.py bench train --backend nccl ...
 """
 
@@ -14,14 +14,13 @@ from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
 
-import shim
 import torch
 import variants  # puts the emulated kernels among the routes of the CPU
 
 from ds_zipccl import kernels
 from ds_zipccl.__main__ import main
 from ds_zipccl.benchmarks.codec import cuda, floors
-from ds_zipccl.benchmarks.links import backends
+from ds_zipccl.benchmarks.links import backends, slots
 
 
 def seconds(calls: Callable[[], object], repeats: int, eager: bool) -> float:
@@ -49,9 +48,9 @@ def prepare_codec() -> None:
 
 def prepare_ranks() -> None:
     """Let groups in stream order on CPUs stand for NCCL's."""
-    shim.install()
+    slots.install()
     nccl = backends.BACKENDS["nccl"]
-    backends.BACKENDS["nccl"] = replace(nccl, name=shim.NAME, device="cpu")
+    backends.BACKENDS["nccl"] = replace(nccl, name=slots.NAME, device="cpu")
 
 
 # The processes of `bench comm` are spawned: each runs the lines of this file anew, under another name.

@@ -191,8 +191,7 @@ def steps(out: Path, dry: bool = False, first: bool = False) -> list[Step]:
     few_calls = ("--repeats", "1", "--iterations", "2", "--numel", "4K" if dry else "1M")
     calls = few_calls if dry else ("--repeats", "3", "--iterations", "5", "--numel", "1M", "4M")
     train = (*shared, "train", "--backend", "nccl", "--size", "tiny", "--json", str(train_json), "--workload")
-    dry_train = ("zero3", "--script", str(HERE / "dry_train.py"))
-    train += (*dry_train, "--steps", "2", "--skip", "1") if dry else ("zero2", "zero3")
+    train += ("zero3", "--steps", "2", "--skip", "1") if dry else ("zero2", "zero3")
     doctor = (*shared[:2], *"-m ds_zipccl doctor --params 7e9 --link".split(), "200mbit" if dry else "10gbit")
     doctor += ("--ds-config", str(ROOT / "examples" / "ds_config_zero3.json"), "--json", str(out / "doctor_nccl.json"))
     # As users have it: two nodes, Ethernet between them, and the section's default for NCCL.
@@ -202,7 +201,7 @@ def steps(out: Path, dry: bool = False, first: bool = False) -> list[Step]:
         str(auto_json),
         "--workload",
     )
-    auto += (*dry_train, *"--size tiny --steps 8 --skip 5 --link 200mbit".split()) if dry else AUTO
+    auto += ("zero3", *"--size tiny --steps 8 --skip 5 --link 200mbit".split()) if dry else AUTO
     turns = quicker((), ()) if dry else quicker(("--steps", "20"), ("--steps", "6", "--skip", "2"))
     driver, of_nccl = (python, str(HERE / "driver.py")), "gpu/test_nccl.py"
     planned = [

@@ -2,7 +2,7 @@
 
     python tests/gpu/nccl_rank.py PROGRAM RANK RANKS STORE REPORT
 
-On a GPU all ranks use the same one. A dry run has groups in stream order on CPUs (shim.py) and the emulated kernels.
+On a GPU all ranks use the same one. A dry run has groups in stream order on CPUs (benchmarks/links/slots.py) and the emulated kernels.
 """
 
 from __future__ import annotations
@@ -491,9 +491,9 @@ def main(program: str, rank: int, ranks: int, store: str, report: Path) -> int:
     figures.write(report, told)
     try:
         if where.DRY:
-            import shim
+            from ds_zipccl.benchmarks.links import slots
 
-            shim.install()
+            slots.install()
         it, options = Rank(rank, ranks, report), {}
         if it.device.type == "cuda":
             torch.cuda.set_device(0)

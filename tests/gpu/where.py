@@ -18,7 +18,7 @@ from ds_zipccl.kernels.cuda.backend import CudaBackend
 class OnCpu:
     """The emulated kernels on small tensors; everything is done when a call returns, and the host makes no graphs."""
 
-    device, backend = torch.device("cpu"), "shim"
+    device, backend = torch.device("cpu"), "slots"
 
     def route(self, name: str) -> CudaBackend:
         """The route over the kernels of csrc/cuda."""

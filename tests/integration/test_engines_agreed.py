@@ -1,4 +1,4 @@
-"""Real ZeRO-3 engines whose gathers have agreed sizes, on groups in stream order on CPUs (tests/support/shim.py).
+"""Real ZeRO-3 engines whose gathers have agreed sizes, on groups in stream order on CPUs (benchmarks/links/slots.py).
 
 Waits of the host are counted by phase. A change of parameters by a function of DeepSpeed ends versions; a change behind our back gives the
 right bits, or stops all ranks before the next optimizer step. The same engines with bases for differences: no more waits, and no proof of a
@@ -17,7 +17,6 @@ from typing import Any
 
 import engines
 import pytest
-import shim
 import test_engines_versions as on_gloo
 import tiers
 import torch
@@ -26,6 +25,7 @@ from engines import SOURCES, ZERO3, Lab, Model, bits, rank_program
 from programs import launch, plain_and_coded
 from torch import nn
 
+from ds_zipccl.benchmarks.links import slots
 from ds_zipccl.comm import CommError
 from ds_zipccl.comm.device.bases import proof
 from ds_zipccl.integration.zero import gathers
@@ -356,8 +356,7 @@ Run = dict[str, list[dict[str, Any]]]
 
 def on_streams(**more: Any) -> dict[str, str]:
     """The environment of coded runs; ``more``: keys of the section."""
-    shim.build()
-    return {"DS_ZIPCCL": json.dumps(SECTION | more), "BACKEND": shim.NAME}
+    return {"DS_ZIPCCL": json.dumps(SECTION | more), "BACKEND": slots.NAME}
 
 
 @pytest.fixture(scope="module")

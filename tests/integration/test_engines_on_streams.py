@@ -1,4 +1,4 @@
-"""Real DeepSpeed engines on groups in stream order: the schedules of NCCL groups on CPUs, see tests/support/shim.py.
+"""Real DeepSpeed engines on groups in stream order: the schedules of NCCL groups on CPUs, see benchmarks/links/slots.py.
 
 With two ranks training has the bits of plain communication. On four ranks parameters and all-to-alls have them, and sums have the bits of
 the documented order, by the host; so have those of gloo groups, with `"reduction": "fp32"`.
@@ -17,7 +17,6 @@ from typing import Any
 import engines
 import levels
 import pytest
-import shim
 import test_engines as on_gloo
 import tiers
 import torch
@@ -26,6 +25,7 @@ from engines import ADAM, SOURCES, ZERO3, Lab, Model, bits, rank_program
 from programs import launch, plain_and_coded, reference
 from torch import nn
 
+from ds_zipccl.benchmarks.links import slots
 from ds_zipccl.comm import topology
 from ds_zipccl.integration import canary
 from ds_zipccl.kernels.cuda.backend import CudaBackend
@@ -189,8 +189,7 @@ ON_TWO = [
 
 def on_streams(section: str = CODED, node: int = 1) -> dict[str, str]:
     """The environment of the schedules of NCCL groups; ``node``: ranks of a node."""
-    shim.build()
-    return {"DS_ZIPCCL": section, "BACKEND": shim.NAME, "RANKS_OF_NODE": str(node)}
+    return {"DS_ZIPCCL": section, "BACKEND": slots.NAME, "RANKS_OF_NODE": str(node)}
 
 
 @pytest.fixture(scope="module")
@@ -289,7 +288,7 @@ def test_lossy_roles_train_as_on_gloo(two: tuple[Run, Run], tmp_path: Path) -> N
     codecs = {"zero_grad": {"codec": "round", "mantissa": 3}, "ep": {"codec": "round", "mantissa": 4}}
     given = on_streams(json.dumps({**SECTION, "lossy": True, "roles": codecs}))
     runs = []
-    for backend in (shim.NAME, ""):
+    for backend in (slots.NAME, ""):
         folder = tmp_path / (backend or "gloo")
         folder.mkdir()
         runs.append(launch(__file__, 2, folder, *SHORT, **{**given, "BACKEND": backend}))
@@ -297,6 +296,14 @@ def test_lossy_roles_train_as_on_gloo(two: tuple[Run, Run], tmp_path: Path) -> N
         assert bits(runs[0][case]) == bits(runs[1][case]) != bits(two[0][case]), case
         sums = rows(runs[0][case])[SCATTERS if "zero3" in case else OWNERS]
         assert all(row["calls"] and not set(row["reasons"]) - set(MAY_PASS) for row in sums), sums
+
+
+@pytest.mark.full(reason="the kernels are slow")
+def test_emulated_kernels_send_as_many_bytes(two: tuple[Run, Run], tmp_path: Path) -> None:
+    """The emulated CUDA kernels in place of the C++ ones: the same bits, calls, bytes and differences."""
+    case = "zero3 plain"
+    found = launch(__file__, 2, tmp_path, case, **on_streams() | {"BACKEND": "emulated"})
+    assert bits(found[case]) == bits(two[1][case]) and rows(found[case]) == rows(two[1][case])
 
 
 @pytest.fixture(scope="module")

@@ -21,13 +21,13 @@ from typing import Any
 
 import builds
 import pytest
-import shim
 import torch
 import torch.multiprocessing
 from engines import DIFFERENCE, FIRST, OTHER, SOURCES, ZERO3, Lab, Model, bits, rank_program
 from programs import launch, plain_and_coded
 from torch.utils import cpp_extension
 
+from ds_zipccl.benchmarks.links import slots
 from ds_zipccl.kernels import build
 
 HOST = '{"enabled": true, "mode": "always", "min_bytes": 1024, "reduction": "match", "zero3_base": "host"}'
@@ -170,9 +170,8 @@ def train_all(folder: Path, *cases: str, on_streams: bool = False) -> list[tuple
     found = [("", coded)]
     if on_streams:
         (folder / "streams").mkdir()
-        shim.build()
-        environment = {"DS_ZIPCCL": ON_STREAMS, "BACKEND": shim.NAME}
-        found.append((shim.NAME, launch(__file__, 2, folder / "streams", *cases, timeout=600, **environment)))
+        environment = {"DS_ZIPCCL": ON_STREAMS, "BACKEND": slots.NAME}
+        found.append((slots.NAME, launch(__file__, 2, folder / "streams", *cases, timeout=600, **environment)))
     for backend, coded in found:
         for case in cases:
             assert bits(coded[case]) == bits(wanted[case]), (backend, case)

@@ -1,4 +1,4 @@
-"""A rank that is killed at any phase of a job with NCCL auto, over the stand-in of tests/support/shim.py: the others end."""
+"""A rank that is killed at any phase of a job with NCCL auto, over the stand-in of benchmarks/links/slots.py: the others end."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from typing import Any
 
 import pytest
 import ranks as runner
-import shim
 import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
 from ds_zipccl import comm, kernels
+from ds_zipccl.benchmarks.links import slots
 from ds_zipccl.comm import engine, topology
 from ds_zipccl.comm.device import first_steps, gather, sizes, sums
 from ds_zipccl.config import ZipcclConfig
@@ -67,11 +67,10 @@ def job(rank: int, ranks: int, phase: str) -> None:
 @pytest.mark.full(reason="seconds each")
 @pytest.mark.parametrize("phase", PHASES)
 def test_a_rank_is_killed(phase: str, monkeypatch: pytest.MonkeyPatch, record_property: Any) -> None:
-    shim.build()
     monkeypatch.setattr(runner, "GRACE", 12.0)
     begin = time.monotonic()
     with pytest.raises(runner.RankFailure) as caught:
-        runner.run(job, 3, phase, backend=shim.NAME, timeout=90)
+        runner.run(job, 3, phase, backend=slots.NAME, timeout=90)
     assert time.monotonic() - begin < 30
     ends = dict(re.findall(r"^rank (\d): (.*?)(?=^rank \d: |\Z)", str(caught.value), re.M | re.S))
     record_property("outcome", "; ".join(f"rank {rank}: {end.strip().splitlines()[-1]}" for rank, end in ends.items()))

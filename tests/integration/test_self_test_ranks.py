@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import shim
 from engines import SOURCES, ZERO3, Lab, bits, rank_program
 from programs import launch, reference
 from test_engines_agreed import SECTION as OF_STREAMS
 from test_engines_agreed import SIZES
 
 from ds_zipccl import kernels
+from ds_zipccl.benchmarks.links import slots
 from ds_zipccl.kernels import self_test
 
 SECTION = {**OF_STREAMS, "reduction": "match"}
@@ -68,8 +68,8 @@ JOBS: dict[str, tuple[list[str], str, str | None]] = {
         f"{OFF} native: SelfTestError: encode_bf16_cascade, 16,385 words (mixed) at offset 1: ",
     ),
     "no kernels of a device": (
-        ["emulated"], shim.NAME,
-        f"{OFF} emulated: SelfTestError: encode_bf16_cascade, 16,385 words (mixed) at offset 1: ",
+        ["native"], slots.NAME,
+        f"{OFF} native: SelfTestError: encode_bf16_cascade, 16,385 words (mixed) at offset 1: ",
     ),
 }  # fmt: skip
 
@@ -83,8 +83,6 @@ JOBS: dict[str, tuple[list[str], str, str | None]] = {
 )
 def test_wrong_kernels_of_one_rank(job: str, tmp_path: Path) -> None:
     names, backend, said = JOBS[job]
-    if backend:
-        shim.build()
     folders = tmp_path / "plain", tmp_path / "coded"
     for folder in folders:
         folder.mkdir()
@@ -104,7 +102,7 @@ def test_wrong_kernels_of_one_rank(job: str, tmp_path: Path) -> None:
 
 if __name__ == "__main__":
     if os.environ.get("BACKEND"):
-        shim.install()
+        slots.install()
     if os.environ.get("PLANT") and os.environ["RANK"] == "1":
         plant(os.environ["PLANT"].split())
     rank_program(CASES, os.environ.get("BACKEND") or None, sizes=SIZES)

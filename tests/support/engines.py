@@ -15,13 +15,13 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-import shim
 import torch
 import torch.distributed as dist
 from places import PACKAGE
 from programs import launch, reference
 from torch import nn
 
+from ds_zipccl.benchmarks.links import slots
 from ds_zipccl.telemetry import counters
 
 #: Outcomes of a gather for a shard, as the counters name them.
@@ -187,21 +187,25 @@ def rank_program(
 ) -> None:
     """Run the cases that the command line names, one after the other. Rank 0 writes the results of all ranks to CASE.json for each.
 
-    ``backend``: of the default group: the name of :mod:`shim`, or None: DeepSpeed's choice for this machine. ``make``: makes the lab of a
-    case. ``sizes``: of the model, instead of those of this file.
+    ``backend``: of the default group: "slots", "emulated": the same with the emulated kernels, or None: DeepSpeed's choice for this machine.
+    ``make``: makes the lab of a case. ``sizes``: of the model, instead of those of this file.
     """
     import deepspeed
 
     globals().update(sizes or {})
 
-    if backend == shim.NAME:
-        shim.install()
+    if backend == "emulated":
+        import emulation
+
+        slots.install({"emulated": emulation.load})
+    elif backend == slots.NAME:
+        slots.install()
     folder, *names = sys.argv[1:]
     deepspeed.utils.logging.logger.setLevel("WARNING")
     torch.set_num_threads(1)
     # DeepSpeed would compile this inference-only operator now, for one to two minutes.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    deepspeed.init_distributed(dist_backend=backend)
+    deepspeed.init_distributed(dist_backend=slots.NAME if backend == "emulated" else backend)
     if os.environ.get("DS_ZIPCCL") == "0" and deepspeed.__version__ < "0.19.8":
         one_by_one()
     gc.freeze()  # DeepSpeed collects garbage again and again; objects of imports never are garbage

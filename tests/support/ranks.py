@@ -52,7 +52,7 @@ def run(
     """Run ``case(rank, ranks, *arguments)`` on each rank, and return the results in the order of the ranks. Blocks.
 
     Args:
-        backend: of the default group: "gloo", or the name of :mod:`shim`.
+        backend: of the default group: "gloo", or the name of :mod:`ds_zipccl.benchmarks.links.slots`.
         plant: makes a mistake; each rank calls it before the case.
         timeout: seconds, also of the group. Then all ranks are killed; after a failure the other ranks have ``GRACE`` seconds.
 
@@ -245,9 +245,9 @@ def _one(
     try:
         torch.set_num_threads(1)
         if backend != "gloo":
-            import shim
+            from ds_zipccl.benchmarks.links import slots
 
-            shim.install()
+            slots.install()
         dist.init_process_group(
             backend, init_method=f"file://{store}", rank=rank, world_size=ranks, timeout=timedelta(seconds=timeout)
         )
