@@ -39,8 +39,8 @@ SECTION = {"enabled": True, "mode": "always", "min_bytes": 1024, "nccl": "on", "
 CODED = json.dumps({**SECTION, "reduction": "fp32"})
 MOVES = json.dumps({**SECTION, "roles": {"zero_grad": "never"}})
 AUTO = json.dumps({**SECTION, "nccl": "auto"})
-#: Emulated kernels are slow: a model of 80,000 parameters. Shards on two ranks are large enough for differences.
-SIZES = {"VOCABULARY": 128, "WIDTH": 128}
+#: A model of 1.8M parameters. Shards on two ranks are large enough for differences.
+SIZES = {"VOCABULARY": 1024, "WIDTH": 512}
 #: Coded operations of each kind of engine: role and name.
 GATHERS = "zero_param all_gather_into_tensor"
 OWNERS, SCATTERS, EXPERTS = "zero_grad reduce_to_owners", "zero_grad reduce_scatter_tensor", "ep all_to_all_single"
