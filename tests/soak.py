@@ -28,6 +28,7 @@ from test_environments import ENVIRONMENTS
 
 from ds_zipccl import comm
 from ds_zipccl.comm.buffer_pool import KEEP_BYTES
+from ds_zipccl.comm.host.gather import SharedBase
 from ds_zipccl.comm.shadow_check import bits
 from ds_zipccl.config import ZipcclConfig
 from ds_zipccl.policy import trial
@@ -184,9 +185,7 @@ class Weights:
         self.group, self.members = group, members
         self.ours = torch.zeros(len(members) * self.SHARD, dtype=torch.bfloat16)
         mine = dist.get_rank() in members
-        self.stored = comm.SharedBase(
-            comm.allocate_bases([(self.SHARD, torch.bfloat16)], "host", group) if mine else ()
-        )
+        self.stored = SharedBase(comm.allocate_bases([(self.SHARD, torch.bfloat16)], "host", group) if mine else ())
 
     def step(self, number: int) -> None:
         rank = dist.get_rank(self.group)

@@ -18,6 +18,8 @@ from places import ROOT
 import ds_zipccl
 
 PACKAGE = Path(ds_zipccl.__file__).parent
+#: File of the package, and a function or "Class.method" of it.
+Place = tuple[str, str]
 #: Functions of torch.distributed that ask this rank alone.
 LOCAL = {
     "get_backend", "get_backend_config", "get_debug_level", "get_global_rank", "get_group_rank", "get_process_group_ranks", "get_rank",
@@ -30,9 +32,8 @@ HASHES = {"hash_regions", "hashed", "region_hash"}
 #: Folders whose hashes other ranks compare; codecs, kernels and sync know no process group.
 HASHING = ("comm/", "integration/")
 CALLER = "the caller"
-
-#: File of the package, and a function or "Class.method" of it.
-Place = tuple[str, str]
+#: The class whose methods engines override, and the callers of which know no engine.
+ENGINE: Place = ("comm/engine.py", "Engine")
 
 
 class Module(NamedTuple):
@@ -111,7 +112,14 @@ def origin(modules: dict[str, Module], file: str, name: str) -> Place | None:
 
 def found(modules: dict[str, Module], callers: set[Place]) -> set[Place]:
     """The places, those among them that call a function of ``callers``, or make an object of a class with a method of ``callers``."""
-    heads = {(file, name.split(".")[0]) for file, name in callers}
+    engines = {
+        (file, name)
+        for file, one in modules.items()
+        for name, bases in one.bases.items()
+        if ENGINE in [origin(modules, file, base) for base in bases]
+    }
+    overridden = {name.split(".")[1] for file, name in callers if (file, name.split(".")[0]) in engines}
+    heads = {(file, name.split(".")[0]) for file, name in callers} - engines
     heads |= {
         (file, name)
         for file, one in modules.items()
@@ -128,8 +136,16 @@ def found(modules: dict[str, Module], callers: set[Place]) -> set[Place]:
         root, _, rest = called.partition(".")
         if origin(modules, file, called) in heads:
             return True
-        one_of = {(file, f"{place.split('.')[0]}.{rest}")} if root == "self" and "." not in rest else set[Place]()
         last = called.rpartition(".")[2]
+        if root != "self" and rest and root not in modules[file].defined and last in overridden:
+            into = modules[file].imported.get(root, "")
+            if (
+                file.startswith("comm/")
+                and not file.startswith(("comm/host", "comm/device"))
+                and into in ("", "ds_zipccl/comm/engine")
+            ):
+                return True  # of the engine of a group, whichever it is
+        one_of = {(file, f"{place.split('.')[0]}.{rest}")} if root == "self" and "." not in rest else set[Place]()
         if not one_of and rest and root not in modules[file].imported and not hasattr(torch.Tensor, last):
             one_of = methods[file.rpartition("/")[0], last]  # of an object, by the classes of the folder
         return bool(one_of & callers)

@@ -50,6 +50,7 @@ from test_rows_in_messages import KINDS, rows_like, scaled
 from ds_zipccl import comm
 from ds_zipccl.comm import topology
 from ds_zipccl.comm.context import OpContext
+from ds_zipccl.comm.host.gather import SharedBase
 from ds_zipccl.comm.transport.protocol import TagRange
 
 RANKS = (2, 4)
@@ -223,7 +224,7 @@ def send(trace: Trace, **settings: Any) -> None:
 def based(trace: Trace, **settings: Any) -> None:
     """Gathers of weights that change a little, whose base is the output or memory that the ranks share."""
     api, numel = moves.coded(**settings), 30_000
-    stored = comm.SharedBase(comm.allocate_bases([(numel, torch.bfloat16)], "host", dist.group.WORLD))
+    stored = SharedBase(comm.allocate_bases([(numel, torch.bfloat16)], "host", dist.group.WORLD))
     whole = torch.zeros(trace.ranks * numel, dtype=torch.bfloat16)
     mine = whole.chunk(trace.ranks)[trace.rank]
     mine.copy_(sums.bell(trace.rank, numel, corpus.BF16, 1))

@@ -136,7 +136,7 @@ def _operations(args: argparse.Namespace, backend: Backend) -> list[str]:
 
 
 def _columns(args: argparse.Namespace, backend: Backend) -> tuple[Column, ...]:
-    more = (Column("ratio", ".3f", 6), Column("host_waits", ".1f")) if backend.streams else ()
+    more: tuple[Column, ...] = (Column("ratio", ".3f", 6), Column("host_waits", ".1f")) if backend.streams else ()
     more += (Column("between_bytes", ",d", 13),) if backend.nodes else ()
     return (
         Column("op", width=14),

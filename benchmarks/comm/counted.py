@@ -21,7 +21,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from ds_zipccl import comm, kernels
 from ds_zipccl.cli import tables
 from ds_zipccl.cli.tables import Column
-from ds_zipccl.comm.group_state import group_state
+from ds_zipccl.comm.group_state import group_state, resolve_group
 from ds_zipccl.comm.transport import COLLECTIVE_TRANSPORTS
 from ds_zipccl.config import ZipcclConfig
 from ds_zipccl.frame import HEADER_BYTES
@@ -149,10 +149,14 @@ def _counts(counting: Counting, call: Callable[[], Any], kind: str = GATHER) -> 
 
 def _gather(counting: Counting, ranks: int, sizes: Sequence[int]) -> Counter[str]:
     """Return the counts of a gather of parameters, whose sizes are agreed ahead; "agree": host waits of the agreement."""
-    shards = [(comm.Agreed(str(number), size // ranks), _words(size // ranks)) for number, size in enumerate(sizes)]
-    own, whole, agreed = _words(sum(sizes) // ranks), _words(sum(sizes)), [one for one, _ in shards]
+    group = resolve_group(None)
+    shards = [
+        (comm.parameter(group, DEVICE.type, str(number), size // ranks), _words(size // ranks))
+        for number, size in enumerate(sizes)
+    ]
+    own, whole, parameters = _words(sum(sizes) // ranks), _words(sum(sizes)), [one for one, _ in shards]
     waits = _counts(counting, lambda: comm.agree_sizes(shards, config=CONFIG))["wait"]
-    named: Any = {"agreed": agreed, "config": CONFIG, "role": "zero_param"}
+    named: Any = {"parameters": parameters, "config": CONFIG, "role": "zero_param"}
     return _counts(counting, lambda: comm.all_gather_into_tensor(whole, own, **named)) + Counter(agree=waits)
 
 
@@ -223,7 +227,7 @@ def rows() -> list[dict[str, Any]]:
     counting = Counting()
     COLLECTIVE_TRANSPORTS[BACKEND] = counting  # type: ignore[assignment]
     admission.CODED_BACKENDS["cpu"] = (BACKEND,)
-    admission.STREAM_BACKENDS = (*admission.STREAM_BACKENDS, BACKEND)  # type: ignore[assignment]
+    admission.STREAM_BACKENDS += (BACKEND,)
     kernels.ROUTES["cpu"] = {"counted": lambda: counting}
     found = [count(nodes, each, counting) for nodes, each in TOPOLOGIES]
     for row in found:

@@ -23,8 +23,8 @@ from ds_zipccl.benchmarks.comm.variants import VARIANTS, Variant
 from ds_zipccl.benchmarks.exponents import differing, words
 from ds_zipccl.benchmarks.links import link, namespaces
 from ds_zipccl.benchmarks.links.backends import BACKENDS, Backend
-from ds_zipccl.comm.engine import calibration
 from ds_zipccl.comm.group_state import find_nodes
+from ds_zipccl.comm.transport import calibration
 from ds_zipccl.config import ZipcclConfig
 from ds_zipccl.policy import trial
 from ds_zipccl.telemetry import counters
@@ -214,7 +214,10 @@ class Trial:
             whole, each = torch.zeros(inputs), ranks // (backend.nodes or 1)
             for first in range(0, ranks, each):  # in fp32 inside a node, rounded once, then in the order of the nodes
                 summands = [case.data.make(inputs, case.dtype, seed=peer) for peer in range(first, first + each)]
-                whole += sum(one.float() for one in summands).to(summands[0].dtype).float()
+                inside = torch.zeros(inputs)
+                for one in summands:
+                    inside += one.float()
+                whole += inside.to(summands[0].dtype).float()
             own = whole if op.outputs is None else whole[rank * numel : (rank + 1) * numel]
             ours = own.to(self._output.dtype).to(device)
             self._wanted |= {name: ours for name, config in self._configs.items() if config is not None}

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from ds_zipccl.benchmarks.links.link import NODE, SLOTS
 from ds_zipccl.benchmarks.links.namespaces import INTERFACE
 from ds_zipccl.cli import ToolError
 from ds_zipccl.ops import OPS
@@ -19,9 +20,6 @@ SHARED_GPU = {
     "NCCL_NVLS_ENABLE": "0", "NCCL_MAX_CTAS": "2",
 }  # fmt: skip
 HOST_ID = "NCCL_HOSTID"
-#: The backend of :mod:`ds_zipccl.benchmarks.links.slots`, and variables of its ranks: the number of the node; the file
-#: to which rank 0 writes :attr:`Transport.between` at the end.
-SLOTS, NODE, COUNTED = "slots", "DS_ZIPCCL_SLOTS_NODE", "DS_ZIPCCL_SLOTS_COUNTED"
 
 
 @dataclass(frozen=True)

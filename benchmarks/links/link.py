@@ -13,6 +13,9 @@ from dataclasses import dataclass
 from ds_zipccl.cli import ToolError
 
 LOOPBACK = "loopback"
+#: The backend of :mod:`ds_zipccl.benchmarks.links.slots`, and variables of its ranks: the number of the node; the file
+#: to which rank 0 writes :attr:`Transport.between` at the end.
+SLOTS, NODE, COUNTED = "slots", "DS_ZIPCCL_SLOTS_NODE", "DS_ZIPCCL_SLOTS_COUNTED"
 MIN_RATE = 1e5  # bits per second
 MAX_DELAY_US = 2_000_000
 MAX_LOSS = 20.0  # percent

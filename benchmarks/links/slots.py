@@ -16,12 +16,13 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from ds_zipccl import kernels
-from ds_zipccl.benchmarks.links.backends import COUNTED, NODE, SLOTS
+from ds_zipccl.benchmarks.links.link import COUNTED, NODE, SLOTS
 from ds_zipccl.comm import topology
 from ds_zipccl.comm.group_state import group_nodes
 from ds_zipccl.comm.transport import COLLECTIVE_TRANSPORTS
@@ -101,7 +102,7 @@ def install(backends: Mapping[str, Callable[[], KernelBackend]] | None = None) -
         topology.here = lambda: f"node {node}"
 
 
-def _gloo(store: dist.Store, rank: int, ranks: int, timeout: timedelta) -> dist.ProcessGroup:
+def _gloo(store: Any, rank: int, ranks: int, timeout: timedelta) -> Any:
     return dist.ProcessGroupGloo(store, rank, ranks, timeout=timeout)
 
 

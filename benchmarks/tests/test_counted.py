@@ -18,6 +18,7 @@ from sim.device import machine
 
 from ds_zipccl import comm, kernels
 from ds_zipccl.benchmarks.comm import counted
+from ds_zipccl.comm.group_state import resolve_group
 
 MODULE = "ds_zipccl.benchmarks.comm.counted"
 #: Few words for the emulated kernels, but frames of a layer that do not fit 1 MiB of staging, which make several fragments, and several
@@ -54,11 +55,11 @@ def small(rank: int, ranks: int) -> tuple[int, int]:
     levels.pretend(levels.nodes_of(2, 2))
     config = replace(counted.CONFIG, staging_mib=1, nccl_min_bytes=0)
     shards = [weights(rank, numel // ranks).to(f"cuda:{rank}") for numel in LAYER]
-    agreed = [comm.Agreed(str(len(shard)), len(shard)) for shard in shards]
+    agreed = [comm.parameter(resolve_group(None), "cuda", str(len(shard)), len(shard)) for shard in shards]
     comm.agree_sizes(list(zip(agreed, shards, strict=True)), config=config)
     own = torch.cat(shards)
     whole = own.new_empty(sum(LAYER))
-    comm.all_gather_into_tensor(whole, own, agreed=agreed, config=config, role="zero_param")
+    comm.all_gather_into_tensor(whole, own, parameters=agreed, config=config, role="zero_param")
     gathers = collectives("all_gather")
     bucket = weights(rank, BUCKET).to(own.device)
     comm.reduce_scatter_tensor(bucket.new_empty(BUCKET // ranks), bucket, config=config, role="zero_grad")

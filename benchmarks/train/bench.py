@@ -269,7 +269,7 @@ def _loss(difference: float | None) -> str:
 
 
 def _columns(args: argparse.Namespace, backend: Backend) -> tuple[Column, ...]:
-    more = (Column("host_waits", ".1f"),) if backend.streams else ()
+    more: tuple[Column, ...] = (Column("host_waits", ".1f"),) if backend.streams else ()
     more += (Column("between_mb", ".1f", 10),) if backend.nodes else ()
     stages = any(WORKLOADS[name].stages for name in args.workload)
     experts = (Column("ep_ms", ".1f", 8),) if any(WORKLOADS[name].experts for name in args.workload) else ()

@@ -17,7 +17,8 @@ from typing import Any
 
 import ds_zipccl
 from ds_zipccl.benchmarks.links import link, namespaces
-from ds_zipccl.benchmarks.links.backends import BACKENDS, COUNTED, SLOTS, Backend
+from ds_zipccl.benchmarks.links.backends import BACKENDS, Backend
+from ds_zipccl.benchmarks.links.link import COUNTED, SLOTS
 from ds_zipccl.benchmarks.links.namespaces import Network
 from ds_zipccl.cli import ToolError, step_logs
 from ds_zipccl.cli.tables import complain

@@ -48,8 +48,8 @@ from ds_zipccl.cli.tables import Column
 from ds_zipccl.config import ZipcclConfig
 
 if TYPE_CHECKING:
-    from ds_zipccl.comm.engine import Settled
     from ds_zipccl.policy.cost_model import LinkProfile
+    from ds_zipccl.policy.settled import Settled
 
 _TIMES = (*tables.alike("plain_ms coded_ms ms", ".1f", 10), Column("speedup", ".2f"))
 COLUMNS = (Column("what", width=20), Column("role", width=10), *_TIMES, Column("choice", width=9), Column("reason"))

@@ -23,9 +23,9 @@ from ds_zipccl.benchmarks.links.namespaces import Network, first_status, meeting
 from ds_zipccl.cli import ToolError
 
 if TYPE_CHECKING:
-    from ds_zipccl.comm.engine import Settled
     from ds_zipccl.config import ZipcclConfig
     from ds_zipccl.policy.cost_model import LinkProfile
+    from ds_zipccl.policy.settled import Settled
 
 #: Variables by which a launcher tells a process its place.
 PLACE = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -253,7 +253,7 @@ def measure() -> LinkProfile:
     """
     import torch.distributed as dist
 
-    from ds_zipccl.comm.engine import calibration
+    from ds_zipccl.comm.transport import calibration
 
     try:
         return median([calibration.measure() for _ in range(CALIBRATIONS)])

@@ -14,13 +14,16 @@ an all-to-all a rank's own segment stays exact. Sums of ``replicated`` tensors t
 
 from ds_zipccl.comm.bases.in_place import IN_PLACE, Base
 from ds_zipccl.comm.bases.shared import allocate_bases
-from ds_zipccl.comm.engine import Agreed, CachedParameter, SharedBase, calibrate, check_frames
+from ds_zipccl.comm.bases.state import GatheredParameter
+from ds_zipccl.comm.device.engine import StreamEngine
+from ds_zipccl.comm.engine import calibrate, check_frames, parameter, register
+from ds_zipccl.comm.host.engine import MessageEngine
 from ds_zipccl.comm.ops.all_gather import all_gather, all_gather_coalesced, all_gather_into_tensor
 from ds_zipccl.comm.ops.all_reduce import all_reduce, all_reduce_coalesced
 from ds_zipccl.comm.ops.all_to_all import all_to_all, all_to_all_single
 from ds_zipccl.comm.ops.broadcast import broadcast
 from ds_zipccl.comm.ops.p2p import irecv, isend, recv, send
-from ds_zipccl.comm.ops.parameters import Part, agree_sizes, gather_parts
+from ds_zipccl.comm.ops.parameters import agree_sizes
 from ds_zipccl.comm.ops.reduce import reduce
 from ds_zipccl.comm.ops.reduce_scatter import reduce_scatter, reduce_scatter_tensor
 from ds_zipccl.comm.ops.reduce_to_owners import reduce_to_owners
@@ -28,8 +31,11 @@ from ds_zipccl.comm.shadow_check import ShadowMismatch
 from ds_zipccl.comm.work import CommError, Work
 
 __all__ = [
-    "IN_PLACE", "Agreed", "Base", "CachedParameter", "CommError", "Part", "ShadowMismatch", "SharedBase", "Work",
+    "IN_PLACE", "Base", "CommError", "GatheredParameter", "ShadowMismatch", "Work",
     "agree_sizes", "all_gather", "all_gather_coalesced", "all_gather_into_tensor", "all_reduce", "all_reduce_coalesced",
-    "all_to_all", "all_to_all_single", "allocate_bases", "broadcast", "calibrate", "check_frames", "gather_parts",
-    "irecv", "isend", "recv", "reduce", "reduce_scatter", "reduce_scatter_tensor", "reduce_to_owners", "send",
+    "all_to_all", "all_to_all_single", "allocate_bases", "broadcast", "calibrate", "check_frames",
+    "irecv", "isend", "parameter", "recv", "reduce", "reduce_scatter", "reduce_scatter_tensor", "reduce_to_owners", "send",
 ]  # fmt: skip
+
+register(MessageEngine())
+register(StreamEngine())  # asked first

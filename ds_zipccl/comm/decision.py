@@ -17,6 +17,7 @@ from ds_zipccl.comm import engine, topology
 from ds_zipccl.comm.context import OpContext
 from ds_zipccl.comm.group_state import GroupState, group_nodes, group_state, link_profile, resolve_group
 from ds_zipccl.comm.request import Request, TensorKind, unfit
+from ds_zipccl.comm.transport.staging import refuse_capture
 from ds_zipccl.comm.tuner import CallTimer, Tuner, TunersBySize
 from ds_zipccl.config import ZipcclConfig
 from ds_zipccl.ops import OPS
@@ -75,7 +76,7 @@ def decide(request: Request) -> Choice:
         return Choice(admitted)
 
     def opened() -> OpContext:
-        return engine.host.open_context(request, admitted)
+        return engine.engine_of(state, tensor.device.type).open_context(request, admitted)
 
     if isinstance(tuner, TunersBySize):
         tuner = tuner.at(opened, request.nbytes(), not request.async_op)
@@ -188,7 +189,7 @@ def decide_message(op: str, tensor: torch.Tensor, state: GroupState, config: Zip
         return admitted
     if problem := unfit(op, [tensor], [tensor] if op == "recv" else []):
         raise ValueError(f"{op}: {problem}")
-    engine.host.refuse_capture(op, tensor.device)
+    refuse_capture(op, tensor.device)
     if config.mode_of(role) != "auto":
         return admitted
     profile = link_profile(state, tensor.device.type)

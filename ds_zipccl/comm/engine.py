@@ -1,43 +1,37 @@
-"""The engines: how the frames of a call travel. One exchanges messages of pairs of ranks (:mod:`.host.engine`), one puts collectives on the
-streams of a device (:mod:`.device.engine`), and a program may register more. What a job tells its engines and asks them is here too."""
+"""The engines: how the frames of a call travel. One exchanges messages of pairs of ranks, one puts collectives on the streams of a device,
+and a program may register more. Nobody who calls knows which one it is. What a job tells its engines is here too."""
 
 from __future__ import annotations
 
 import math
-from typing import Any, Protocol
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from ds_zipccl.comm.device import engine as device
-from ds_zipccl.comm.device import sizes
-from ds_zipccl.comm.device.bases.agreed import Agreed, agree_ahead, check_frames
-from ds_zipccl.comm.device.choice import Settled, end_step, host_bases_gain, never_coded, passed, settle, sums_of
-from ds_zipccl.comm.device.streams import streams_of
+from ds_zipccl.comm.bases.state import GatheredParameter
+from ds_zipccl.comm.context import OpContext
 from ds_zipccl.comm.group_state import GroupState, find_nodes, group_state
-from ds_zipccl.comm.host import calibration
-from ds_zipccl.comm.host import engine as host
-from ds_zipccl.comm.host.cached import CachedParameter, ask, same_bits
-from ds_zipccl.comm.host.gather import SharedBase, abandoning
-from ds_zipccl.comm.host.p2p.message import receive, send
-from ds_zipccl.comm.request import Request
-from ds_zipccl.comm.transport.staging import SideStream
+from ds_zipccl.comm.request import Post, Request
+from ds_zipccl.comm.transport import calibration
 from ds_zipccl.comm.tuner import CallTimer
+from ds_zipccl.comm.work import Work
+from ds_zipccl.config import DEFAULT, ZipcclConfig
 from ds_zipccl.policy.admission import Decision, PassReason
 from ds_zipccl.policy.cost_model import LinkProfile
-
-__all__ = [
-    "ENGINES", "Agreed", "CachedParameter", "Engine", "Settled", "SharedBase", "SideStream", "abandoning", "agree_ahead", "ask",
-    "calibrate", "calibration", "check_frames", "end_step", "engine_of", "finish", "host", "host_bases_gain", "never_coded",
-    "passed", "receive", "register", "same_bits", "send", "settle", "start", "sums_of",
-]  # fmt: skip
+from ds_zipccl.policy.settled import Settled
 
 
-class Engine(Protocol):
-    """How the calls of a group on tensors of one device type are executed; a module or an object. Equal on all ranks of the group."""
+class Engine:
+    """How the calls of a group on tensors of one device type are executed. Equal on all ranks of the group. An engine has :meth:`takes`,
+    :meth:`start`, and what it needs of the others."""
+
+    # --- a call
 
     def takes(self, state: GroupState, device: str) -> bool:
         """Return whether this engine executes the coded calls of a group on a device type; equal on all ranks."""
+        raise NotImplementedError
 
     def passes_now(self, request: Request) -> PassReason | None:
         """Return why the plain collective executes an admitted call at this moment of the program; None where frames do. All ranks get
@@ -46,16 +40,96 @@ class Engine(Protocol):
         Raises:
             CommError: the call is not possible now, by frames or plain.
         """
+        return None
+
+    def passed(self, request: Request, handle: Any, reason: str) -> None:
+        """Note a call that has passed for a reason of :meth:`passes_now`. All ranks call."""
 
     def largest(self, request: Request, *numbers: int) -> list[int]:
-        """Return the largest of all ranks of each number, before a call with owners; blocks. Engines without such calls need it not."""
+        """Return the largest of all ranks of each number, before a call with owners; blocks."""
+        raise NotImplementedError
+
+    def open_context(self, request: Request, decision: Decision) -> OpContext:
+        """Return a context with new tags of the group, for ranks that agree on times of calls."""
+        raise NotImplementedError
 
     def start(self, request: Request, decision: Decision, timer: CallTimer | None = None) -> Any:
-        """Execute a call by frames, and count its bytes; see :func:`start`."""
+        """Execute a call by frames, and count its bytes. Returns as torch.distributed does: None, or a handle if ``request.async_op``.
+
+        Args:
+            timer: of a timed call; the time is that of the call on this rank.
+
+        Raises:
+            CommError: a peer or the transport failed, or a frame was refused. The handle of an ``async_op`` call raises in ``wait()``.
+        """
+        raise NotImplementedError
+
+    # --- a message between two ranks
+
+    def send(self, post: Post, *, bounded: bool) -> Work:
+        """Post a message by frames. With ``bounded``, posting may block on the peer, so that memory is bounded, and the tensor must stay as
+        it is."""
+        raise NotImplementedError
+
+    def receive(self, post: Post, *, blocking: bool) -> Work:
+        """Post the receive of a message. With ``blocking``, the caller waits for it at once."""
+        raise NotImplementedError
+
+    # --- parameters that are gathered again and again
+
+    def parameter(self, name: str, numel: int, dtype: torch.dtype | None, trained: bool) -> GatheredParameter:
+        """See :func:`parameter`."""
+        return GatheredParameter(name, numel, dtype)
+
+    def has_bases(self, request: Request) -> bool:
+        """Return whether :meth:`gather_parameters` executes a gather with parameters, and not :meth:`start`; equal on all ranks."""
+        return False
+
+    def gather_parameters(self, request: Request) -> Any:
+        """Execute a gather with parameters, some of which have bases. Returns as :meth:`start`."""
+        raise NotImplementedError
+
+    def agree_ahead(
+        self, parameters: Sequence[tuple[GatheredParameter, torch.Tensor]], group: dist.ProcessGroup, config: ZipcclConfig, role: str,
+        codec: str,
+    ) -> int:  # fmt: skip
+        """Agree on what later gathers of parameters need, outside of an operation; return for how many. A collective."""
+        return 0
+
+    def check_frames(
+        self, device: torch.device, group: dist.ProcessGroup | None, config: ZipcclConfig, role: str
+    ) -> None:
+        """See :func:`check_frames`. An engine whose calls raise by themselves has nothing to check."""
+
+    def bases_gain(self, group: dist.ProcessGroup, device: str) -> bool:
+        """Return whether copies of bases in host memory are faster than gathers of a group; equal on all ranks."""
+        return True
+
+    # --- a job, which tells all engines
+
+    def settle(self, config: ZipcclConfig, device: torch.device) -> Settled | None:
+        """Measure and settle what lasts as long as the job; None where nothing is. A collective of all ranks.
+
+        Raises:
+            ConfigError: the config does not fit the job.
+            CommError: a rank did not come within the group's timeout.
+        """
+        return None
+
+    def end_step(self, engine: Any) -> None:
+        """Note that an optimizer step of a training engine has ended. All ranks call at the same place of the program."""
+
+    def never_coded(self, op: str, group: dist.ProcessGroup | None, device: str) -> PassReason | None:
+        """Return why an operation of a group passes for as long as the job runs in mode auto; None if it may be coded."""
+        return None
+
+    def finish(self, place: torch.device, seconds: float) -> bool:
+        """Wait on the host for the work on a device that only this engine knows, at most ``seconds``. Return whether it has ended."""
+        return True
 
 
 #: The engines in the order in which they are asked.
-ENGINES: list[Engine] = [device, host]
+ENGINES: list[Engine] = []
 
 
 class _Chosen(dict[str, Engine]):
@@ -75,24 +149,63 @@ def engine_of(state: GroupState, device: str) -> Engine:
     return chosen[device]
 
 
-def start(request: Request, decision: Decision, timer: CallTimer | None = None) -> Any:
-    """Execute a call by frames; returns as torch.distributed does: None, or a handle if ``request.async_op``.
-
-    Args:
-        timer: of a timed call; the time is that of the call on this rank.
-
-    Raises:
-        CommError: a peer or the transport failed, or a frame was refused. The handle of an ``async_op`` call raises in ``wait()``.
-    """
+def engine_for(request: Request) -> Engine:
+    """Return the engine of a request that admission lets through."""
     state = group_state(request.group)
     assert state is not None  # admission lets no other rank through
-    return engine_of(state, request.tensor.device.type).start(request, decision, timer)
+    return engine_of(state, request.tensor.device.type)
+
+
+def parameter(
+    group: dist.ProcessGroup, device: str, name: str, numel: int, dtype: torch.dtype | None = None, *, trained: bool = False
+) -> GatheredParameter:  # fmt: skip
+    """Return the state of a parameter whose gathers over a group name it, on all ranks; arguments as of :class:`.GatheredParameter`.
+    ``trained``: optimizer steps change it; ranks may differ."""
+    state = group_state(group)
+    assert state is not None  # a rank outside the group has no shard
+    return engine_of(state, device).parameter(name, numel, dtype, trained)
+
+
+def check_frames(
+    device: torch.device,
+    group: dist.ProcessGroup | None = None,
+    *,
+    config: ZipcclConfig = DEFAULT,
+    role: str = "zero_param",
+) -> None:
+    """Raise if a rank of the group has refused a frame, on any group, so far. A collective; the host waits once. Nothing happens where the
+    group has not gathered parameters since its last call of this function, or agreement.
+
+    Args:
+        device: has the tensors of the operations.
+
+    Raises:
+        CommError: a frame was refused, or a rank did not come within the group's timeout. All ranks raise.
+    """
+    if (state := group_state(group)) is not None:
+        engine_of(state, device.type).check_frames(device, group, config, role)
+
+
+def settle(config: ZipcclConfig, device: torch.device) -> Settled | None:
+    """See :meth:`Engine.settle`."""
+    return next(filter(None, [one.settle(config, device) for one in ENGINES]), None)
+
+
+def end_step(engine: Any) -> None:
+    """See :meth:`Engine.end_step`."""
+    for one in ENGINES:
+        one.end_step(engine)
+
+
+def never_coded(op: str, group: dist.ProcessGroup | None, device: str) -> PassReason | None:
+    """See :meth:`Engine.never_coded`. Only after :func:`settle`."""
+    return next(filter(None, [one.never_coded(op, group, device) for one in ENGINES]), None)
 
 
 def finish(place: torch.device, seconds: float = math.inf) -> bool:
     """Wait on the host for the work that is on the streams of a device now, before memory is freed that only this work knows; for
     ``seconds`` at most. Return whether the work has ended."""
-    return sizes.ended(streams_of(place).record_all(), seconds)
+    return all([one.finish(place, seconds) for one in ENGINES])
 
 
 def calibrate(group: dist.ProcessGroup | None = None) -> LinkProfile:

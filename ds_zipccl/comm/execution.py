@@ -14,6 +14,7 @@ from ds_zipccl.comm import engine, work
 from ds_zipccl.comm.decision import Choice, decide
 from ds_zipccl.comm.group_state import group_size
 from ds_zipccl.comm.request import CallOptions, Request, copy_back, logical_order
+from ds_zipccl.comm.transport.staging import SideStream
 from ds_zipccl.ops import OPS
 from ds_zipccl.policy.admission import PassReason
 from ds_zipccl.telemetry import counters
@@ -36,14 +37,14 @@ def execute(choice: Choice, request: Request) -> Any:
     # a caller may change its lists as soon as an asynchronous call has returned
     request.inputs, request.outputs = tuple(request.inputs), tuple(request.outputs)
     if choice.decision.frames:
-        return engine.start(request, choice.decision, choice.timer)
+        return engine.engine_for(request).start(request, choice.decision, choice.timer)
     if choice.decision.reason == PassReason.NOT_A_MEMBER.value:
         return request.plain(request.inputs, request.outputs, request.async_op)
     if choice.decision.reason == PassReason.TRACED.value:
         return _uncompressed(request)
     handle = _execute_plain(choice, request)
     if choice.decision.reason in _NOTED:
-        engine.passed(request, handle, choice.decision.reason)
+        engine.engine_for(request).passed(request, handle, choice.decision.reason)
     return handle
 
 
@@ -111,7 +112,7 @@ def _plain_in_order(request: Request) -> Any:
     if not request.async_op:
         finish()
         return None
-    side = engine.SideStream(request.tensor.device)
+    side = SideStream(request.tensor.device)
 
     def job() -> None:
         with side.current():

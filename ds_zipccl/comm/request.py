@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from ds_zipccl.codecs import memory, project
 from ds_zipccl.comm.bases.in_place import Base
+from ds_zipccl.comm.bases.state import GatheredParameter
 from ds_zipccl.comm.context import Call
 from ds_zipccl.comm.group_state import group_size, group_state, group_streams, resolve_group
 from ds_zipccl.comm.lossy.factors import Factored, Factoring
@@ -104,8 +105,8 @@ class Request:
     plain: torch.distributed's collective, on the tensors that are its arguments.
     numel: elements of the whole message, equal on all ranks; None: ranks may see different numbers.
     problem: the reason why the arguments cannot be sent; "" if they can.
-    sum, segments: of a sum, of an all-to-all. base: the memory of an earlier gather. agreed: the parameters of a gather, whose frames have
-    agreed sizes. root: the group rank that is the source of a broadcast, or that gets a sum.
+    sum, segments: of a sum, of an all-to-all. base: the memory of an earlier gather. parameters: those of a gather, whose shards lie
+    end to end in the input. root: the group rank that is the source of a broadcast, or that gets a sum.
     """
 
     op: str
@@ -121,20 +122,20 @@ class Request:
     sum: Sum = NO_SUM
     segments: Segments = NO_SEGMENTS
     base: Base | None = None
-    agreed: Sequence[Any] = ()  # of :class:`.device.bases.agreed.Agreed`, above this module
+    parameters: Sequence[GatheredParameter] = ()
     root: int = 0
 
     def prepare(self) -> None:
         """Find the arithmetic of a sum, and whether the call is lossy. Raises ConfigError as :func:`.reduction_order.arithmetic`;
-        ValueError if a gather from a base or by agreed sizes is lossy."""
+        ValueError if a gather of parameters or from a base is lossy."""
         tensor = next(iter(self.outputs or self.inputs), None)
         lossy = self.options.lossy
         if lossy is not None:  # first: nearly every call of a job ends here
             if tensor is None or not may_change(lossy, tensor, self.group, self.op, self.options.role):
                 lossy = None
-            if lossy is not None and (self.based or self.agreed):
+            if lossy is not None and (self.based or self.parameters):
                 raise ValueError(
-                    f"{self.op}: got lossy={lossy} with a base or agreed sizes, which are for parameters and exact; leave one of them out"
+                    f"{self.op}: got lossy={lossy} with a base or parameters, whose gathers are exact; leave one of them out"
                 )
             self.options = self.options._replace(lossy=lossy)
         if self.sum.op is not None:

@@ -12,7 +12,7 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.comm.torch import TorchBackend
 from torch.distributed import ReduceOp
 
-from ds_zipccl import comm, tensors
+from ds_zipccl import comm
 from ds_zipccl.comm.group_state import group_size
 from ds_zipccl.comm.ops import reduce_to_owners
 from ds_zipccl.comm.ops.reduce_to_owners import Owners
@@ -118,8 +118,6 @@ def _coded(name: str) -> Callable[..., Any]:
                 counters.record_pass(role, name, sent, PassReason.SECONDARY.value)
                 return plain(self, *values)
             more |= gather_parameters(values[0], given["group"])
-            if "parts" in more:
-                return comm.gather_parts(*values, **more)
         if name == "all_to_all_single":
             more["kind"] = hints.current().kind
         if name == "all_reduce":
@@ -135,18 +133,14 @@ def _nbytes(tensor: torch.Tensor) -> int:
 
 
 def gather_parameters(output: torch.Tensor, group: Any) -> dict[str, Any]:
-    """Return what is known of the parameters of a gather into ``output``: the base, and the agreed sizes of their frames; or the parts.
+    """Return what is known of the parameters of a gather into ``output``, as keywords: its base, or the parameters.
 
     ZeRO-1 and ZeRO-2 gather in place, during optimizer steps: the output still holds the parameters of the previous step. ZeRO-3 gathers
     into new memory.
     """
     if hints.current().stepping in (1, 2):
         return {"base": comm.IN_PLACE}
-    params = gathers.take_parameters(output, group)
-    parts = gathers.parts_of(params, output.dtype)
-    if parts and not tensors.is_traced(type(output)):
-        return {"parts": parts}
-    return {"base": gathers.base_of(params, output.dtype), "agreed": gathers.agreed_of(params)}
+    return {"parameters": gathers.parameters_of(gathers.take_parameters(output, group))}
 
 
 def slice_owners(job: Job, tensor: torch.Tensor, op: Any, group: Any, async_op: bool, *, role: str) -> Owners | None:

@@ -16,13 +16,13 @@ from torch.distributed import distributed_c10d
 import ds_zipccl
 from ds_zipccl import kernels
 from ds_zipccl.comm import topology
-from ds_zipccl.comm.engine import Settled
 from ds_zipccl.comm.group_state import group_nodes, group_state
 from ds_zipccl.config import DEFAULT, ROLES, ZipcclConfig
 from ds_zipccl.lossy import PowerSgd
 from ds_zipccl.ops import OPS
 from ds_zipccl.policy import admission
 from ds_zipccl.policy.cost_model import LinkProfile
+from ds_zipccl.policy.settled import Settled
 
 #: Kinds of moves with schedules in stream order: an operation that stands for the kind -> its name and its schedule.
 _MOVES = {

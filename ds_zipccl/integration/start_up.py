@@ -20,6 +20,7 @@ from ds_zipccl.comm.transport import TRANSPORTS
 from ds_zipccl.config import ROLES, ZipcclConfig
 from ds_zipccl.integration import canary, hook_points, start_line
 from ds_zipccl.integration.job import Bypass, Job
+from ds_zipccl.policy.settled import Settled
 from ds_zipccl.telemetry import table
 from ds_zipccl.telemetry.step_log import StepLog
 
@@ -72,7 +73,7 @@ def begin(job: Job, config: ZipcclConfig, device: torch.device, unhooked: Mappin
         job.step_log = StepLog(config.step_log) if config.step_log else None
 
 
-def _settle(job: Job, config: ZipcclConfig, device: torch.device) -> comm_engine.Settled | None:
+def _settle(job: Job, config: ZipcclConfig, device: torch.device) -> Settled | None:
     """Settle sums and moves of groups in stream order. Where these may all pass, the job has a way past the engines."""
     settled = comm_engine.settle(config, device)
     if settled is not None and not config.always_codes:

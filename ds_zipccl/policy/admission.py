@@ -19,9 +19,9 @@ from ds_zipccl.role_settings import hint
 #: Reductions that our schedules compute (admission: other reductions are not sums of decompressed frames).
 CODED_REDUCE_OPS = ("SUM", "AVG")
 #: Backends with a schedule of ours, by device type (admission: the order of gloo's sums and its tag matching are known).
-CODED_BACKENDS = {"cpu": ("gloo",), "cuda": ("gloo", "nccl")}
+CODED_BACKENDS: dict[str, tuple[str, ...]] = {"cpu": ("gloo",), "cuda": ("gloo", "nccl")}
 #: Backends whose schedules are collectives in the order of a device's streams.
-STREAM_BACKENDS = ("nccl",)
+STREAM_BACKENDS: tuple[str, ...] = ("nccl",)
 #: dtypes that are compressed on the wire (admission: gloo refuses float8, and the refusal must not depend on a message's size).
 CODED_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 #: Further dtypes that go as differences of their bytes: storage of quantised weights (admission: all of these go over plain gloo too; it

@@ -27,10 +27,10 @@ from ds_zipccl.cli.doctor_ranks import RankReport
 from ds_zipccl.cli.planning import job as job_plan
 from ds_zipccl.cli.planning import operations as step_plan
 from ds_zipccl.cli.planning import speeds, user_job
-from ds_zipccl.comm.engine import Settled
 from ds_zipccl.integration import autoload, hook_points
 from ds_zipccl.policy.admission import PassReason
 from ds_zipccl.policy.cost_model import DeviceProfile, LinkProfile, Topology, predict
+from ds_zipccl.policy.settled import Settled
 
 FAST = LinkProfile(((1.0, 1e-5), (1e9, 1.0)), 1e12, 1e12, 1e12, 1e12, 1e12, 1e-6)
 NORMAL = job_plan.Ratios(1.5, 4.0, "")

@@ -24,6 +24,7 @@ from ds_zipccl.comm.buffer_pool import PooledBuffers
 from ds_zipccl.comm.group_state import group_state
 from ds_zipccl.comm.host import frames
 from ds_zipccl.comm.host import gather as host_gather
+from ds_zipccl.comm.host.gather import SharedBase
 from ds_zipccl.policy import admission, trial
 from ds_zipccl.telemetry import counters
 from ds_zipccl.telemetry.table import render
@@ -60,7 +61,7 @@ class Trainer:
         whole = self.wholes[chosen[0]] if self.in_place else torch.full_like(wanted, float("nan"))
         put = self.in_place or self.seed % 2
         own = whole[self.rank].copy_(wanted[self.rank]) if put else wanted[self.rank].clone()
-        base: Any = comm.IN_PLACE if self.in_place else comm.SharedBase([self.kept[index] for index in chosen])
+        base: Any = comm.IN_PLACE if self.in_place else SharedBase([self.kept[index] for index in chosen])
         return whole, wanted, comm.all_gather_into_tensor(whole.view(-1), own, None, True, config=CONFIG, base=base)
 
     def gather(self, *chosen: int) -> dict[str, int]:
@@ -332,7 +333,7 @@ def trials(rank: int, ranks: int) -> None:
         counters.reset()
         timed.clear()
         whole = torch.empty(ranks * SHARDS[0], dtype=torch.bfloat16)
-        comm.all_gather_into_tensor(whole, shards[index], config=config, base=comm.SharedBase([kept[index]]))
+        comm.all_gather_into_tensor(whole, shards[index], config=config, base=SharedBase([kept[index]]))
         differences = counters.rows()[0]["differences"]
         if timed and differences:
             found.append(differences == {"": 1})
@@ -361,7 +362,7 @@ def stored(rank: int, ranks: int) -> None:
             if kind == "changed":
                 shards[:, turn::100] = storage(ranks * 800, dtype, 70 + turn).view(ranks, 800)
             counters.reset()
-            base = None if kind == "raw" else comm.SharedBase([slot])
+            base = None if kind == "raw" else SharedBase([slot])
             whole = storage(ranks * numel, dtype, 99)
             comm.all_gather_into_tensor(whole, shards[rank].clone(), config=CONFIG, base=base)
             assert torch.equal(whole.view(torch.uint8), shards.view(-1).view(torch.uint8)), (dtype, kind)

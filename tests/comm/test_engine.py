@@ -18,7 +18,7 @@ from ds_zipccl.policy.admission import Decision, PassReason
 from ds_zipccl.telemetry import counters
 
 
-class PaddedGathers:
+class PaddedGathers(engine.Engine):
     """Frames go padded to the largest, by torch's own gather. Takes groups of ``size`` ranks."""
 
     def __init__(self, size: int) -> None:

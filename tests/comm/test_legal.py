@@ -22,6 +22,7 @@ from ds_zipccl.comm.buffer_pool import POOL, PooledBuffers
 from ds_zipccl.comm.context import OpContext
 from ds_zipccl.comm.group_state import GroupState
 from ds_zipccl.comm.host import gather, pipeline
+from ds_zipccl.comm.host.gather import SharedBase
 from ds_zipccl.comm.transport.protocol import TAGS_PER_COLLECTIVE, TAGS_PER_RANGE, TagRange
 from ds_zipccl.config import ZipcclConfig
 from ds_zipccl.policy import trial
@@ -49,7 +50,7 @@ def engines_in_turn(rank: int, ranks: int) -> None:
         kept = comm.allocate_bases([(NUMEL, torch.bfloat16)] * 4, "device", dist.group.WORLD)
         for one in kept:
             whole = torch.empty(ranks * NUMEL, dtype=torch.bfloat16)
-            comm.all_gather_into_tensor(whole, tensor, config=AUTO, role="zero_param", base=comm.SharedBase([one]))
+            comm.all_gather_into_tensor(whole, tensor, config=AUTO, role="zero_param", base=SharedBase([one]))
             assert torch.equal(whole[rank * NUMEL :][:NUMEL], tensor)
             ways.append(str(one.serial))
         del kept, one
@@ -78,7 +79,7 @@ def in_another_place(rank: int, ranks: int, kind: str) -> None:
     base = (
         comm.IN_PLACE
         if kind == "in place"
-        else comm.SharedBase(comm.allocate_bases([(NUMEL, torch.bfloat16)], kind, dist.group.WORLD))
+        else SharedBase(comm.allocate_bases([(NUMEL, torch.bfloat16)], kind, dist.group.WORLD))
     )
     whole = torch.zeros(ranks * NUMEL, dtype=torch.bfloat16)
     for step in range(4):
@@ -109,7 +110,7 @@ def closed_to_one(rank: int, ranks: int) -> None:
     link = OpContext(
         "all_gather_into_tensor", dist.group.WORLD, CODED, "dp", "cascade", torch.device("cpu"), with_base=True
     )
-    comm.SharedBase([kept]).abandon(link)
+    SharedBase([kept]).abandon(link)
     assert not kept.filled and told == [(rank + 1) % ranks]
 
 

@@ -33,6 +33,7 @@ from ds_zipccl.comm import work
 from ds_zipccl.comm.device.streams import StreamWork, streams_of
 from ds_zipccl.comm.group_state import group_state
 from ds_zipccl.comm.host import frames, pipeline
+from ds_zipccl.comm.host.gather import SharedBase
 from ds_zipccl.comm.host.p2p import known
 from ds_zipccl.comm.transport.protocol import TAGS_PER_COLLECTIVE, TagRange
 from ds_zipccl.config import ZipcclConfig
@@ -418,7 +419,7 @@ def differences(rank: int, kind: str) -> None:
     slots = comm.allocate_bases([(NUMEL, torch.bfloat16)], kind, dist.group.WORLD)
     for seed in (1, 1):
         whole = torch.zeros(2 * NUMEL, dtype=torch.bfloat16)
-        base = comm.SharedBase(slots)
+        base = SharedBase(slots)
         comm.all_gather_into_tensor(whole, floats(seed), None, True, config=CODED, base=base).wait()
 
 

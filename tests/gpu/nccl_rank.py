@@ -31,6 +31,7 @@ import where
 
 from ds_zipccl import comm
 from ds_zipccl.comm.device import choice
+from ds_zipccl.comm.device.bases.agreed import Agreed
 from ds_zipccl.config import ZipcclConfig
 from ds_zipccl.ops import OPS
 from ds_zipccl.policy import cost_model
@@ -293,10 +294,10 @@ def timeline(it: Rank) -> None:
     begin and duration in microseconds; and the median of the host's microseconds."""
     own = it.words(where.HERE.size(4 << 20), it.rank, 22)
     whole = own.new_empty(it.ranks * own.numel())
-    frozen = comm.Agreed("frozen", own.numel())
+    frozen = Agreed("frozen", own.numel())
     (base,) = comm.allocate_bases([(own.numel(), own.dtype)], "host", dist.group.WORLD, it.device)
     frozen.hold(base)
-    copied = partial(comm.all_gather_into_tensor, agreed=[frozen], config=CODED)
+    copied = partial(comm.all_gather_into_tensor, parameters=[frozen], config=CODED)
     for name, call in (("plain", dist.all_gather_into_tensor), ("coded", _ours), ("copied", copied)):
         times = []
         for _ in range(12):  # a base is filled, then copied

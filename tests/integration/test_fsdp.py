@@ -36,8 +36,9 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, Shard
 from torch.distributed.tensor import Shard
 
 from ds_zipccl import ConfigError, comm, fsdp
-from ds_zipccl.comm import CachedParameter, engine
+from ds_zipccl.comm import engine
 from ds_zipccl.comm.host import cached
+from ds_zipccl.comm.host.cached import CachedParameter
 from ds_zipccl.telemetry import counters
 
 HOST = {"zero3_base": "host"}

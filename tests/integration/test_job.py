@@ -167,14 +167,13 @@ def test_only_a_step_of_zero_1_and_2_gathers_in_place(monkeypatch: pytest.Monkey
     """Outside of steps, as when a checkpoint is saved, and in those of ZeRO-3 only what was asked for is known."""
     given: list[tuple[Any, Any]] = []
     monkeypatch.setattr(backend.gathers, "take_parameters", lambda *call: given.append(call) or ["weight"])
-    monkeypatch.setattr(backend.gathers, "base_of", lambda params, dtype: f"base of {params} in {dtype}")
-    monkeypatch.setattr(backend.gathers, "agreed_of", lambda params: f"sizes of {params}")
+    monkeypatch.setattr(backend.gathers, "parameters_of", lambda params: f"states of {params}")
     output = torch.empty(4)
     found = {}
     for stage in (0, 1, 2, 3):
         with hints.hinting(stepping=stage):
             found[stage] = backend.gather_parameters(output, DATA)
-    known = {"base": "base of ['weight'] in torch.float32", "agreed": "sizes of ['weight']"}
+    known = {"parameters": "states of ['weight']"}
     assert found == {0: known, 1: {"base": comm.IN_PLACE}, 2: {"base": comm.IN_PLACE}, 3: known}
     assert len(given) == 2 and all(one == (output, DATA) for one in given)
 

@@ -12,8 +12,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ds_zipccl.comm import Agreed, CommError
+from ds_zipccl.comm import CommError, GatheredParameter
 from ds_zipccl.comm.bases.shared import BaseSlot
+from ds_zipccl.comm.device.bases.agreed import Agreed
 from ds_zipccl.config import ZipcclConfig
 from ds_zipccl.integration import hints, hook_points, hooks
 from ds_zipccl.integration.zero import buckets, gathers
@@ -33,7 +34,13 @@ def _nothing_is_known() -> Iterator[None]:
 def parameter(number: int, group: Any = DATA, *, persist: bool = False, numel: int = 100, **more: Any) -> Any:
     shard = SimpleNamespace(ds_numel=numel, dtype=torch.bfloat16)
     more.setdefault("requires_grad", True)
+    more.setdefault("ds_zipccl_state", GatheredParameter(f"p{number}", numel, torch.bfloat16))
     return SimpleNamespace(ds_id=number, ds_persist=persist, ds_process_group=group, ds_tensor=shard, **more)
+
+
+def slot_of(param: Any) -> BaseSlot | None:
+    state = getattr(param, "ds_zipccl_state", None)
+    return None if state is None else state.slot()
 
 
 class Memory:
@@ -70,11 +77,11 @@ def test_memory_is_for_what_is_freed_after_use(monkeypatch: pytest.MonkeyPatch) 
     stays, whole = parameter(1, persist=True), torch.nn.Parameter(torch.zeros(3))
     kept, said = gathers.allocate_bases([first, stays, second, whole, third], ON, CPU)
     assert memory.asked == [([SHARD, SHARD], "device", DATA, "cpu"), ([SHARD], "device", OTHER, "cpu")]
-    assert [gathers.slot_of(one) for one in (first, second, third)] == kept
-    assert gathers.slot_of(stays) is None and gathers.slot_of(whole) is None
+    assert [slot_of(one) for one in (first, second, third)] == kept
+    assert slot_of(stays) is None and slot_of(whole) is None
     assert said == f"{3 * 400 / 1e6:.1f} MB, on every rank"
     kept[0].free()
-    assert gathers.slot_of(first) is None and gathers.slot_of(second) is kept[1], "no list of one rank decides"
+    assert slot_of(first) is None and slot_of(second) is kept[1], "no list of one rank decides"
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
@@ -103,7 +110,8 @@ def test_no_memory_where_nothing_is_sent_as_a_difference(monkeypatch: pytest.Mon
         ({"backend": "nccl"}, "cuda", "; no differences on cuda over nccl: no sizes are agreed on with this optimizer"),
     ):
         memory = Memory(monkeypatch, **more)  # type: ignore[arg-type]
-        assert gathers.allocate_bases([parameter(0)], ON, torch.device(device)) == (
+        unsized = {"ds_zipccl_state": None} if "backend" in more else {}
+        assert gathers.allocate_bases([parameter(0, **unsized)], ON, torch.device(device)) == (
             [],
             f"0.0 MB, on every rank{skipped}",
         )
@@ -166,7 +174,7 @@ def automatic(
     monkeypatch.setattr(gathers.dist, "get_rank", lambda: 0)
     monkeypatch.setattr(gathers.topology, "tell", lambda group, text: {0: text, 1: other or text})
     kept, said = gathers.allocate_bases(params, config, device, trains=trains)
-    return made.asked, [param for param in params if gathers.slot_of(param) in kept], said
+    return made.asked, [param for param in params if slot_of(param) in kept], said
 
 
 def frozen(number: int, **more: Any) -> Any:
@@ -218,7 +226,8 @@ def test_nothing_by_itself_where_gathers_pass(monkeypatch: pytest.MonkeyPatch) -
     more: dict[str, Any] = {"device": torch.device("cuda"), "backend": "nccl"}
     monkeypatch.setattr(gathers.comm_engine, "never_coded", lambda op, group, device: reasons.pop(0))
     gains = [True, False]
-    monkeypatch.setattr(gathers.comm_engine, "host_bases_gain", lambda group, device: gains.pop(0))
+    engine = SimpleNamespace(bases_gain=lambda group, device: gains.pop(0))
+    monkeypatch.setattr(gathers.comm_engine, "engine_of", lambda state, device: engine)
     on = replace(AUTO, nccl="on")
     asked, _, said = automatic(monkeypatch, [param], on, **more)
     assert not asked and said.endswith("0.0 MB: gathers on cuda over nccl pass: inside one node")
@@ -229,7 +238,7 @@ def test_nothing_by_itself_where_gathers_pass(monkeypatch: pytest.MonkeyPatch) -
     reasons += [None]
     asked, _, said = automatic(monkeypatch, [param], on, **more)
     assert not asked and said.endswith("0.0 MB: the network is faster than host memory on cuda over nccl")
-    asked, _, said = automatic(monkeypatch, [frozen(0)], replace(AUTO, nccl="off"), **more)
+    asked, _, said = automatic(monkeypatch, [frozen(0, ds_zipccl_state=None)], replace(AUTO, nccl="off"), **more)
     assert not asked and said.endswith("no differences on cuda over nccl: nccl is off")
 
 
@@ -287,8 +296,7 @@ def wanted(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
 
 def of(numel: int, group: Any = DATA, dtype: torch.dtype = torch.bfloat16) -> list[BaseSlot] | None:
     params = gathers.take_parameters(torch.empty(2 * numel, dtype=dtype), group)
-    base = gathers.base_of(params, dtype)
-    return None if base is None else list(base._slots)
+    return [slot for one in gathers.parameters_of(params) if (slot := one.fitting(2, dtype)) is not None] or None
 
 
 def test_parameters_are_gathered_together_or_one_after_the_other(wanted: list[BaseSlot]) -> None:
@@ -306,12 +314,12 @@ def test_gathers_of_something_else(wanted: list[BaseSlot]) -> None:
     assert of(500) == wanted
 
 
-def test_a_gather_of_parameters_without_memory_has_no_base(wanted: list[BaseSlot]) -> None:
+def test_a_gather_of_parameters_one_of_which_has_no_state(wanted: list[BaseSlot]) -> None:
     asked = hints.current().parameters
-    asked[9] = parameter(9, numel=50)
+    asked[9] = parameter(9, numel=50, ds_zipccl_state=None)
     params = gathers.take_parameters(torch.empty(2 * 550, dtype=torch.bfloat16), DATA)
     assert [param.ds_id for param in params] == [0, 1, 2, 9] and not asked
-    assert gathers.base_of(params, torch.bfloat16) is None
+    assert gathers.parameters_of(params) == ()
 
 
 def test_who_asks_is_watched() -> None:

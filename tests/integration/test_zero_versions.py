@@ -10,9 +10,10 @@ import pytest
 import torch
 
 from ds_zipccl import comm
-from ds_zipccl.comm import CachedParameter
 from ds_zipccl.comm.bases.shared import BaseSlot
 from ds_zipccl.comm.bases.state import Way
+from ds_zipccl.comm.device.bases.agreed import Agreed
+from ds_zipccl.comm.host.cached import CachedParameter
 from ds_zipccl.config import ZipcclConfig
 from ds_zipccl.integration import hook_points, hooks  # noqa: F401  the table of points
 from ds_zipccl.integration.zero import gathers
@@ -94,6 +95,7 @@ class Ranks:
         monkeypatch.setattr(comm, "agree_sizes", self._agree)
         monkeypatch.setattr(comm, "check_frames", lambda device, group, config: self.checked.append(group))
         monkeypatch.setattr(zero_versions, "group_state", self._state)
+        monkeypatch.setattr(comm, "parameter", self._parameter)
         monkeypatch.setattr(gathers, "_dtype_of", lambda param, shard: torch.bfloat16)
 
     def _agree(self, parameters: Any, group: Any, config: Any) -> int:
@@ -102,6 +104,9 @@ class Ranks:
             one._agreed("a kind", [100])
         self.agreed.append((group, [one.name for one in missing]))
         return len(missing)
+
+    def _parameter(self, group: Any, device: str, *shape: Any, trained: bool) -> Any:
+        return CachedParameter(*shape, trained=trained) if group is PLAIN else Agreed(*shape)
 
     def _state(self, group: Any) -> Any:
         backend = "gloo" if group is PLAIN else "nccl"
@@ -141,11 +146,11 @@ def test_all_parameters_whose_shards_are_at_hand_agree_at_once(ranks: Ranks) -> 
     named = [second, expert, *later.values(), first, *others[:2]]
     begin(DeepSpeedZeroOptimizer_Stage3(), *named)
     assert ranks.agreed == [(WORLD, ["p1", "p2"]), (EXPERTS, ["p0"])]
-    assert [gathers.agreed_of([one])[0].name for one in later.values()] == ["p10", "p11", "p13"]
-    assert all(gathers.agreed_of([one]) == () for one in others)
-    assert gathers.agreed_of([first, others[0]]) == (), "all or none"
-    assert gathers.agreed_of([first])[0].dtype is torch.bfloat16
-    assert [one.numel for one in gathers.agreed_of([first, second])] == [8, 8]
+    assert [gathers.parameters_of([one])[0].name for one in later.values()] == ["p10", "p11", "p13"]
+    assert all(gathers.parameters_of([one]) == () for one in others)
+    assert gathers.parameters_of([first, others[1]]) == (), "all or none"
+    assert gathers.parameters_of([first])[0].dtype is torch.bfloat16
+    assert [one.numel for one in gathers.parameters_of([first, second])] == [8, 8]
 
 
 @pytest.mark.parametrize("kind", [DeepSpeedZeroOptimizer_Stage3, SuperOffloadOptimizer_Stage3])
@@ -201,7 +206,7 @@ def test_changes_end_versions(ranks: Ranks) -> None:
     assert ended(lambda: optimizer.load_state_dict("state", strict=False)) == [], "they have agreed anew"
     assert ranks.agreed[-1] == (WORLD, ["p1", "p2"])
     Init()._convert_to_deepspeed_param(first)
-    assert gathers.agreed_of([first]) == ()
+    assert gathers.parameters_of([first]) == ()
 
 
 def test_gathered_parameters_are_checked_before_a_program_reads_them(ranks: Ranks) -> None:
@@ -215,12 +220,12 @@ def test_gathered_parameters_are_checked_before_a_program_reads_them(ranks: Rank
     assert GatheredParameters([one]).__enter__() == "gathered" and not ranks.checked, "nothing is gathered"
 
 
-@pytest.mark.parametrize("why", ["in the background", "off", "no group in the order of streams"])
+@pytest.mark.parametrize("why", ["in the background", "off", "no other rank"])
 def test_nothing_happens(ranks: Ranks, why: str) -> None:
-    one = param(1, PLAIN if why.startswith("no") else WORLD)
+    one = param(1, ALONE if why.startswith("no") else WORLD)
     optimizer = Background(one) if why == "in the background" else DeepSpeedZeroOptimizer_Stage3(one)
     begin(optimizer, one, config=replace(ON, nccl="off") if why == "off" else ON)
-    assert gathers.agreed_of([one]) == () and not ranks.agreed
+    assert gathers.parameters_of([one]) == () and not ranks.agreed
     one.ds_zipccl_state = SimpleNamespace(version=3, forget=lambda: pytest.fail("no version to end"))
     assert Background(one).step() == optimizer.step() == "stepped" and not ranks.checked
 
@@ -241,18 +246,17 @@ def starts(optimizer: Any, params: Any) -> None:
                 state.hold(BaseSlot(torch.zeros(4, 8, dtype=torch.bfloat16), [0], one.ds_id))
 
 
-def test_parameters_with_bases_are_parts_of_gathers(ranks: Ranks, cached: list[Any]) -> None:
-    """Also where nccl is off; not without a base of the dtype of the gather, nor with a shard on disk."""
+@pytest.mark.parametrize("kind", [DeepSpeedZeroOptimizer_Stage3, Background])
+def test_parameters_of_gathers_that_ask(ranks: Ranks, cached: list[Any], kind: Any) -> None:
+    """Also where nccl is off, whoever the optimizer is, and with shards on disk: the gather compares the shard that it gets."""
     on_disk = param(7, PLAIN, device="cpu", final_location="nvme")
-    optimizer = DeepSpeedZeroOptimizer_Stage3()
+    optimizer = kind()
     starts(optimizer, [*cached, on_disk])
-    first, _, third = cached
-    assert gathers.parts_of(cached, torch.bfloat16) == [*((8, one.ds_zipccl_state) for one in cached[:2]), (8, None)]
-    assert gathers.parts_of(cached, torch.float32) == gathers.parts_of([third, on_disk], torch.bfloat16) == ()
-    first.ds_tensor.ds_numel = 9
-    assert gathers.parts_of([first], torch.bfloat16) == ()
+    assert gathers.parameters_of([*cached, on_disk]) == [one.ds_zipccl_state for one in (*cached, on_disk)]
+    cached[0].ds_tensor.ds_numel = 9
+    assert gathers.parameters_of(cached) == ()
     zero_versions.end(optimizer)
-    assert gathers.parts_of(cached, torch.bfloat16) == () and not hasattr(optimizer, "ds_zipccl_versions")
+    assert gathers.parameters_of(cached) == () and not hasattr(optimizer, "ds_zipccl_versions")
     zero_versions.end(optimizer), zero_versions.end(None)
 
 
@@ -278,4 +282,4 @@ def test_a_later_engine_of_a_module_begins_anew(ranks: Ranks, cached: list[Any])
     zero_versions.end(first)
     assert cached[0].ds_zipccl_state is not before and cached[0].ds_zipccl_state.slot() is not None
     Init()._convert_to_deepspeed_param(cached[0])
-    assert gathers.parts_of(cached[:1], torch.bfloat16) == ()
+    assert gathers.parameters_of(cached[:1]) == ()

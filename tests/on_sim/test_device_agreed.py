@@ -15,8 +15,8 @@ from sim import device
 from sim.scheduler import Fault
 
 from ds_zipccl import comm
-from ds_zipccl.comm import Agreed
 from ds_zipccl.comm.device.bases import agreed as agreements
+from ds_zipccl.comm.device.bases.agreed import Agreed
 from ds_zipccl.comm.transport.nccl import NcclTransport
 from ds_zipccl.config import ZipcclConfig
 from ds_zipccl.kernels.cuda.backend import CudaBackend
@@ -57,7 +57,7 @@ class Model:
         own.copy_(words)
         parameters = [self.agreed[number] for number in numbers]
         handle = comm.all_gather_into_tensor(
-            output, own, None, later, config=CONFIG, role="zero_param", agreed=parameters
+            output, own, None, later, config=CONFIG, role="zero_param", parameters=parameters
         )
         return handle, output
 
@@ -260,7 +260,7 @@ def groups(rank: int, ranks: int) -> str:
     if rank == ranks - 1:
         shard.copy_(noise(0, 4000, 9).to(model.device))
     output = torch.empty(8000, dtype=torch.bfloat16, device=model.device)
-    comm.all_gather_into_tensor(output, shard, pair, config=CONFIG, role="zero_param", agreed=[expert])
+    comm.all_gather_into_tensor(output, shard, pair, config=CONFIG, role="zero_param", parameters=[expert])
     assert all(model.gather([1, 2, 3])())
     with pytest.raises(comm.CommError) as raised:
         comm.check_frames(model.device, config=CONFIG)

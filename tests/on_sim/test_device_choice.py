@@ -266,7 +266,7 @@ def may_copy(rank: int, ranks: int, based: int, base: str) -> PassReason | None:
     ]
     options = SimpleNamespace(config=ZipcclConfig(enabled=True, **AUTO, zero3_base=base), role="zero_param", lossy=None)
     request = SimpleNamespace(
-        op="all_gather_into_tensor", tensor=torch.empty(0, device=f"cuda:{rank}"), group=None, options=options, agreed=agreed,
+        op="all_gather_into_tensor", tensor=torch.empty(0, device=f"cuda:{rank}"), group=None, options=options, parameters=agreed,
         sum=SimpleNamespace(op=None), numel=2 << 20, nbytes=lambda: 8 << 20,
     )  # fmt: skip
     return engine.passes_now(request)  # type: ignore[arg-type]

@@ -22,6 +22,7 @@ from sim.device import machine
 from ds_zipccl import comm
 from ds_zipccl.comm import topology
 from ds_zipccl.comm.device import sums as device_sums
+from ds_zipccl.comm.device.bases.agreed import Agreed
 from ds_zipccl.comm.device.streams import Stage, streams_of
 from ds_zipccl.comm.group_state import group_state
 from ds_zipccl.comm.ops.reduce_to_owners import Owners
@@ -370,12 +371,12 @@ def gathered(rank: int, ranks: int) -> list[tuple[str, int]]:
     """The collectives of a gather with agreed sizes, and the bytes that each has sent."""
     levels.pretend(nodes_of(2, 2))
     own = weights(rank, 8_000).to(f"cuda:{rank}")
-    agreed = comm.Agreed("one", own.numel())
+    agreed = Agreed("one", own.numel())
     config = ZipcclConfig(**ALWAYS)
     comm.agree_sizes([(agreed, own)], config=config)
     (calls,) = (one.calls[rank] for one in machine().communicators.values())
     before = len(calls)
-    comm.all_gather_into_tensor(own.new_empty(ranks * own.numel()), own, agreed=[agreed], config=config)
+    comm.all_gather_into_tensor(own.new_empty(ranks * own.numel()), own, parameters=[agreed], config=config)
     return [(call.kind, sum(one.nbytes for one in call.inputs)) for call in calls[before:]]
 
 

@@ -10,7 +10,6 @@ import torch.distributed as dist
 
 from ds_zipccl import comm
 from ds_zipccl.codecs import decompress
-from ds_zipccl.comm import CachedParameter, Part
 from ds_zipccl.comm.host import cached
 from ds_zipccl.config import ZipcclConfig
 from ds_zipccl.telemetry import counters
@@ -49,7 +48,9 @@ class Rank:
         self.rank, self.ranks, self.config, self.dtype, self.sizes = rank, ranks, config, dtype, sizes
         self.shards = [self._words(number, shard, rank) for number, shard in enumerate(sizes)]
         self.slots = comm.allocate_bases([(shard, dtype) for shard in sizes], kind, dist.group.WORLD)
-        self.cached = [CachedParameter(f"p{number}") for number in range(len(sizes))]
+        self.cached = [
+            comm.parameter(dist.group.WORLD, "cpu", f"p{number}", shard, dtype) for number, shard in enumerate(sizes)
+        ]
         for one, slot in zip(self.cached, self.slots, strict=True):
             one.hold(slot)
 
@@ -62,9 +63,12 @@ class Rank:
         own = torch.cat([self.shards[number] for number in chosen] + [self._words(9, also, self.rank)])
         wanted = [torch.empty_like(own) for _ in range(self.ranks)]
         dist.all_gather(wanted, own.view(torch.uint8).view(self.dtype))
-        parts = [Part(self.sizes[number], self.cached[number]) for number in chosen] + [Part(also)] * bool(also)
+        parameters = [self.cached[number] for number in chosen]
+        parameters += [comm.parameter(dist.group.WORLD, "cpu", "other", also)] * bool(also)
         whole = torch.full((own.numel() * self.ranks,), 77).to(self.dtype)
-        handle = comm.gather_parts(whole, own, None, later, parts=parts, config=self.config)
+        handle = comm.all_gather_into_tensor(
+            whole, own, None, later, parameters=parameters, config=self.config, role="zero_param"
+        )
         return whole, torch.cat(wanted), handle
 
     def gather(self, *chosen: int, later: bool = True, also: int = 0) -> tuple[dict[str, int], int]:

@@ -187,7 +187,7 @@ def rank_program(
 ) -> None:
     """Run the cases that the command line names, one after the other. Rank 0 writes the results of all ranks to CASE.json for each.
 
-    ``backend``: of the default group: "slots", "emulated": the same with the emulated kernels, or None: DeepSpeed's choice for this machine.
+    ``backend``: of the default group: "slots", "emulated": the same with the emulated kernels, None: DeepSpeed's choice for this machine.
     ``make``: makes the lab of a case. ``sizes``: of the model, instead of those of this file.
     """
     import deepspeed

@@ -13,11 +13,11 @@ from ds_zipccl.cli.planning import operations, speeds
 from ds_zipccl.cli.planning.operations import CODED, COPIED, GRADIENTS, HOW, PLAIN, TOTAL, StepTraffic, role_of
 from ds_zipccl.cli.planning.schedules import Coding, DeviceSchedules, HostSchedules, Row, codings
 from ds_zipccl.cli.planning.user_job import UserJob
-from ds_zipccl.comm.engine import Settled
 from ds_zipccl.integration import bypassed
 from ds_zipccl.policy import admission
 from ds_zipccl.policy.admission import Message, PassReason
 from ds_zipccl.policy.cost_model import DELTA_RATIO, LinkProfile
+from ds_zipccl.policy.settled import Settled
 
 #: Bytes of a sample that are compressed for its ratio (seed: a tenth of a second).
 SAMPLE_BYTES = 64 << 20

@@ -189,7 +189,7 @@ class DeviceSchedules:
     @cached_property
     def sums(self) -> str:
         """The sums that a job chooses: "fp32" or "plain"."""
-        from ds_zipccl.comm.engine import sums_of  # imports torch, which `plan --help` does not need
+        from ds_zipccl.policy.settled import sums_of  # imports torch, which `plan --help` does not need
 
         return self.settled or sums_of(self.args.section, self.topology, self.profile)
 

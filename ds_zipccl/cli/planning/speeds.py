@@ -90,7 +90,7 @@ def _from_rows(rows: Any, path: str, dtype: str) -> Speeds:
 
 def measured(dtype: str) -> Speeds:
     """Speeds of one thread of this machine; takes about 0.2 s, and longer if the kernels are not built yet."""
-    from ds_zipccl.comm.engine import calibration
+    from ds_zipccl.comm.transport import calibration
 
     profile = calibration.coding_profile(((1.0, 1.0),), calibration.coding_seconds())
     about = f"this machine's CPU, one thread, {DATA} bfloat16, measured now (--profile FILE for others); ratio of {DATA} {dtype}"
@@ -99,7 +99,7 @@ def measured(dtype: str) -> Speeds:
 
 def measured_differences() -> tuple[float, float]:
     """Bytes per second that one thread of this machine encodes and decodes against a base, hashes included; takes about 0.1 s."""
-    from ds_zipccl.comm.engine import calibration
+    from ds_zipccl.comm.transport import calibration
 
     before, after = _step(_NUMEL // 2, "bfloat16")
     encode, decode = calibration.difference_seconds(before, after)
@@ -108,7 +108,8 @@ def measured_differences() -> tuple[float, float]:
 
 def measured_copies() -> tuple[float, float]:
     """Bytes per second that one thread of this machine copies out of a base into new memory, and compares with it; takes about 0.1 s."""
-    from ds_zipccl.comm.engine import calibration, same_bits
+    from ds_zipccl.comm.bases.shared import same_bits
+    from ds_zipccl.comm.transport import calibration
 
     base, _ = _step(2 * _NUMEL, "bfloat16")
     copy, compare = calibration.copy_seconds(base, same_bits)

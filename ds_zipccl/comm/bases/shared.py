@@ -3,6 +3,7 @@ node."""
 
 from __future__ import annotations
 
+import ctypes
 import itertools
 import mmap
 import os
@@ -23,6 +24,10 @@ from ds_zipccl.telemetry import counters
 
 #: Shards begin at multiples of this many bytes (seed: a cache line).
 ALIGNMENT = 64
+#: Elements that are converted at a time to compare a shard of another dtype (default, not tuned).
+_CHUNK = 1 << 20
+_memcmp = ctypes.CDLL(None).memcmp
+_memcmp.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
 
 #: The memory in use that :func:`allocate_bases` has allocated, with its bytes and the number of ranks that share it.
 _pools: list[tuple[StorageWeakRef, int, int]] = []
@@ -203,3 +208,14 @@ def _agreeing(nbytes: int, group: dist.ProcessGroup, device: torch.device) -> It
             f"{problem or 'another rank has the reason'}; "
             'give the node more memory, or set another "zero3_base"'
         )
+
+
+def same_bits(shard: torch.Tensor, row: torch.Tensor) -> bool:
+    """Return whether a flat shard, in the dtype of a row of a base, has the row's bits. Ends at the first difference; makes no copy."""
+    if shard.numel() != row.numel():
+        return False
+    shard = shard.detach()
+    if shard.dtype is row.dtype and shard.device == row.device and shard.is_contiguous():
+        return int(_memcmp(shard.data_ptr(), row.data_ptr(), row.nbytes)) == 0
+    pairs = zip(shard.split(_CHUNK), row.split(_CHUNK), strict=True)
+    return all(same_bits(part.to(words).contiguous(), words) for part, words in pairs)

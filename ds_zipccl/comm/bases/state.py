@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from enum import Enum
 
+import torch
+
 from ds_zipccl.comm.bases.shared import BaseSlot
 
 #: Name of agreements in messages and counters, and the operation whose differences are counted.
@@ -24,12 +26,18 @@ class Way(Enum):
     COPY = "copy"
 
 
-class Versioned:
-    """A parameter with versions. Every rank of its group has such an object for its own shard. Calls are equal on all ranks, in program
-    order, and so is ``way``, the way of the next gather. ``name``: of the parameter, for messages."""
+class GatheredParameter:
+    """A parameter that is gathered again and again; an engine makes it (:func:`ds_zipccl.comm.parameter`). Every rank of its group has such
+    an object for its own shard. Calls are equal on all ranks, in program order, and so is ``way``, the way of the next gather.
 
-    def __init__(self, name: str) -> None:
-        self.name, self.way = name, Way.FULL
+    Args:
+        name: of the parameter, for messages.
+        numel: elements of a rank's shard, equal on all ranks.
+        dtype: in which shards are gathered; None: that of the shards.
+    """
+
+    def __init__(self, name: str, numel: int, dtype: torch.dtype | None = None) -> None:
+        self.name, self.numel, self.dtype, self.way = name, numel, dtype, Way.FULL
         self._base: BaseSlot | None = None
 
     def hold(self, base: BaseSlot) -> None:
@@ -40,6 +48,12 @@ class Versioned:
     def slot(self) -> BaseSlot | None:
         """Return the base, None if there is none. Equal on all ranks."""
         return self._base if self._base is not None and not self._base.freed else None
+
+    def fitting(self, ranks: int, dtype: torch.dtype) -> BaseSlot | None:
+        """Return the base of gathers over so many ranks in a dtype, None if there is none. Equal on all ranks."""
+        found = self.slot()
+        fits = found is not None and self.numel and found.memory.dtype is dtype
+        return found if fits and found is not None and found.memory.shape == (ranks, self.numel) else None
 
     def forget(self) -> None:
         """End the version: the shard changes. All ranks of the group call, before one of them uses the changed shard. Does not block."""

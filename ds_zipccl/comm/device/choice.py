@@ -40,51 +40,12 @@ from ds_zipccl.ops import OPS
 from ds_zipccl.policy import base_copies, cost_model, trial
 from ds_zipccl.policy.admission import PassReason
 from ds_zipccl.policy.cost_model import SUM, DeviceProfile, Topology
+from ds_zipccl.policy.settled import QUEUES, Settled, sums_of
 from ds_zipccl.telemetry import counters
 
 #: Steps of other engines after which these count, not the steps of the first engine (seed: that engine has ended).
 _OTHER_STEPS = 64
 _WHAT = "moves by whole steps"
-#: CUDA's variable: the number of hardware queues. With one, work behind a stream's wait waits too, whatever its stream.
-_QUEUES = "CUDA_DEVICE_MAX_CONNECTIONS"
-
-
-@dataclass(frozen=True)
-class Settled:
-    """What was settled at the start for tensors of one device type. ``reason``: why no move in mode auto is coded; None: some may be.
-    ``sums``: the sums of ``reduction`` auto. ``one_queue``: on some rank all streams share one queue of the device. ``compared``: moves
-    are coded when the first steps have compared them with plain ones. ``levels_from``, ``raw``: see :class:`.context.Cut`."""
-
-    device: str
-    topology: Topology
-    profile: DeviceProfile | None
-    reason: PassReason | None
-    sums: str
-    least_bytes: float
-    one_queue: bool = False
-    compared: bool = False
-    levels_from: float = math.inf
-    raw: bool = False
-
-    def __str__(self) -> str:
-        parts, found = [f"{self.topology.nodes} nodes, at most {self.topology.each} ranks each"], self.profile
-        coded = "coded" if found is None else f"coded from {self.least_bytes / 1e6:.3g} MB on, as whole steps show"
-        if found is not None:
-            inside = f"{found.inside / 1e9:.3g} GB/s inside, " if self.topology.each > 1 else ""
-            parts.append(
-                f"{found.network / 1e9:.3g} GB/s between nodes, {inside}coding {found.encode / 1e9:.3g} and {found.decode / 1e9:.3g} GB/s, "
-                f"an agreement {1e6 * found.agreement:.0f} us, a step to the next node {1e6 * found.hop:.0f} us"
-            )
-        moves = f"plain, {self.reason.value}" if self.reason else coded
-        parts += [f"moves in mode auto: {moves}", f"sums: {self.sums}"]
-        if self.levels_from < math.inf and not self.reason:
-            raw = ", without coding" if self.raw else ""
-            parts.append(f"gathers in two levels from {self.levels_from / 1e6:.3g} MB of a collective on{raw}")
-        if self.compared and not self.reason:
-            parts.append(f"plain in the first {1 + first_steps.STEPS} steps, which compare coded copies")
-        if self.one_queue:
-            parts.append(f"no overlap of coded calls with computing, as {_QUEUES} is 1: unset it")
-        return "; ".join(parts)
 
 
 def settle(config: ZipcclConfig, device: torch.device) -> Settled | None:
@@ -106,13 +67,13 @@ def settle(config: ZipcclConfig, device: torch.device) -> Settled | None:
         profile = calibration.measure(group, config, device)
         state.device_profiles[device.type, state.backend(device.type)] = profile
     state.device_sums = sums_of(config, topology, profile)
-    one_queue = device.type == "cuda" and "1" in tell(group, os.environ.get(_QUEUES, "")).values()
+    one_queue = device.type == "cuda" and "1" in tell(group, os.environ.get(QUEUES, "")).values()
     rule = rule_of(topology, profile, one_queue)
     if "auto" in modes and rule.reason is None and profile is not None:
         state.of(GroupChoice).steps = Steps(config, device)
-    cut = cut_of(group, device.type)
+    cut, compared = cut_of(group, device.type), 1 + first_steps.STEPS if config.nccl == "auto" else 0
     settled = Settled(
-        device.type, topology, profile, rule.reason, state.device_sums, rule.least[1], one_queue, config.nccl == "auto",
+        device.type, topology, profile, rule.reason, state.device_sums, rule.least[1], one_queue, compared,
         cut.levels_from, cut.raw,
     )  # fmt: skip
     own = state.of(GroupChoice)
@@ -120,17 +81,6 @@ def settle(config: ZipcclConfig, device: torch.device) -> Settled | None:
     if config.nccl == "auto" and (rule.reason is None or "always" in modes):
         own.first = first_steps.FirstSteps(config, device)
     return settled
-
-
-def sums_of(config: ZipcclConfig, topology: Topology, profile: DeviceProfile | None) -> str:
-    """Return the sums of a job, "fp32" or "plain"; without a profile they are not chosen by speeds."""
-    if config.reduction in ("fp32", "plain"):
-        return config.reduction
-    if config.nccl == "auto":
-        return "plain"  # bits must not change when schedules are proven
-    if config.mode_of("zero_grad") == "always" or (profile is None and topology.nodes > 1):
-        return "fp32"
-    return "plain" if profile is None else cost_model.sums_of(topology, profile)
 
 
 @dataclass(frozen=True)
@@ -269,7 +219,7 @@ def never_coded(op: str, group: dist.ProcessGroup | None, device: str) -> PassRe
     return rule.reason
 
 
-def host_bases_gain(group: dist.ProcessGroup, device: str) -> bool:
+def bases_gain(group: dist.ProcessGroup, device: str) -> bool:
     """Return whether copies of bases in host memory are predicted to be faster than coded gathers of a group in stream order; true where
     nothing was measured."""
     rule = _rule(group, device)

@@ -6,97 +6,128 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from ds_zipccl import devices, tensors
 from ds_zipccl.comm.bases.in_place import InPlaceBase
-from ds_zipccl.comm.device import gather, lossy, sizes, sums
+from ds_zipccl.comm.bases.state import GatheredParameter
+from ds_zipccl.comm.device import choice, gather, lossy, sizes, sums
 from ds_zipccl.comm.device.bases import agreed
+from ds_zipccl.comm.device.bases.agreed import Agreed
 from ds_zipccl.comm.device.choice import lacks_memory, lossy_passes, reason_to_pass
 from ds_zipccl.comm.device.context import DeviceContext
 from ds_zipccl.comm.device.exchange import exchange_even, exchange_uneven, pays_now
 from ds_zipccl.comm.device.gather import Shard
-from ds_zipccl.comm.device.streams import Stage, StreamWork
+from ds_zipccl.comm.device.streams import Stage, StreamWork, streams_of
 from ds_zipccl.comm.device.sums import Part
+from ds_zipccl.comm.engine import Engine
 from ds_zipccl.comm.group_state import GroupState, resolve_group
 from ds_zipccl.comm.lossy.frames import LossyFrames
 from ds_zipccl.comm.request import Request, compare_by, copy_back, equal_shards, logical_order, memory_order, shadow_of
 from ds_zipccl.comm.spans import cut
 from ds_zipccl.comm.topology import Levels
 from ds_zipccl.comm.tuner import CallTimer
+from ds_zipccl.config import ZipcclConfig
 from ds_zipccl.ops import OPS
 from ds_zipccl.policy import wire
 from ds_zipccl.policy.admission import Decision, PassReason
+from ds_zipccl.policy.settled import Settled
 from ds_zipccl.telemetry import counters
 
 Tensors = list[torch.Tensor]
 
 
-def takes(state: GroupState, device: str) -> bool:
-    """Return whether a group's tensors on a device type go in stream order, see :class:`ds_zipccl.comm.engine.Engine`."""
-    return state.streams(device)
+class StreamEngine(Engine):
+    """The engine of groups in stream order. The work of a call is on the device's streams when the call returns, and the current stream
+    waits for a blocking call. Whole steps are timed, not calls."""
 
+    def takes(self, state: GroupState, device: str) -> bool:
+        return state.streams(device)
 
-def passes_now(request: Request) -> PassReason | None:
-    """Return why a call passes at this moment of the program, at which all ranks are; None if frames execute the call. A question: nothing
-    changes."""
-    device, group = request.tensor.device, resolve_group(request.group)
-    config, role = request.options.config, request.options.role
-    if lacks_memory():
-        return PassReason.NO_MEMORY
-    if devices.is_capturing(device):
-        return PassReason.CAPTURED
-    if request.options.lossy is not None:
-        return lossy_passes(role, config, group, moves=request.sum.op is None)
-    if request.sum.op is None or request.sum.either(config):
-        nbytes = None if request.numel is None else request.nbytes()
-        based = sum(one.numel for one in request.agreed if one.slot()) if config.zero3_base == "auto" else 0
-        copies = 2 * based > sum(one.numel for one in request.agreed)  # auto has bases of frozen parameters alone
-        reason = reason_to_pass(request.op, role, nbytes, config, group, device.type, copies=copies)
-        if reason is not None:
-            return reason
-    chosen = OPS[request.op].traffic == "all_to_all" and config.mode_of(role) == "auto"
-    pays = not chosen or pays_now(request)
-    return None if pays else PassReason.SMALL_GAIN
+    def passes_now(self, request: Request) -> PassReason | None:
+        device, group = request.tensor.device, resolve_group(request.group)
+        config, role = request.options.config, request.options.role
+        if lacks_memory():
+            return PassReason.NO_MEMORY
+        if devices.is_capturing(device):
+            return PassReason.CAPTURED
+        if request.options.lossy is not None:
+            return lossy_passes(role, config, group, moves=request.sum.op is None)
+        if request.sum.op is None or request.sum.either(config):
+            nbytes = None if request.numel is None else request.nbytes()
+            based = sum(one.numel for one in request.parameters if one.slot()) if config.zero3_base == "auto" else 0
+            copies = 2 * based > sum(
+                one.numel for one in request.parameters
+            )  # auto has bases of frozen parameters alone
+            reason = reason_to_pass(request.op, role, nbytes, config, group, device.type, copies=copies)
+            if reason is not None:
+                return reason
+        chosen = OPS[request.op].traffic == "all_to_all" and config.mode_of(role) == "auto"
+        pays = not chosen or pays_now(request)
+        return None if pays else PassReason.SMALL_GAIN
 
+    def passed(self, request: Request, handle: Any, reason: str) -> None:
+        choice.passed(request, handle, reason)
 
-def start(request: Request, decision: Decision, timer: CallTimer | None = None) -> Any:
-    """Execute a call on a device: the work is on its streams when the call returns. The current stream waits for a blocking call.
-    ``timer``: always None, because whole steps are timed.
+    @torch.inference_mode()
+    @tensors.undisturbed()
+    def largest(self, request: Request, *numbers: int) -> list[int]:
+        return sizes.largest(DeviceContext(*request.call("raw")), *numbers)
 
-    Raises:
-        CommError: a rank has refused a frame of an earlier call, or did not come within the group's timeout.
-    """
-    shadow = shadow_of(request, decision.lossy)
-    with torch.inference_mode(), tensors.undisturbed():
-        ctx = DeviceContext(*request.call(decision.codec), with_base=decision.with_base)
-        ctx.kind = request.options.kind
-        ctx.rounding = None if decision.lossy is None else LossyFrames(ctx, decision.lossy)
-        inputs, outputs = _flat_on_stream(ctx, request)
-        try:
-            COLLECTIVES[request.op](ctx, request, inputs, outputs)
-            with ctx.streams.on(Stage.DECODE):
-                copy_back(outputs, request.outputs)
-        except BaseException:
-            ctx.streams.abandon([*inputs, *outputs, *request.inputs, *request.outputs])
-            raise
-        event = ctx.streams.record(Stage.DECODE)
-    keep = [*inputs, *outputs, *request.inputs, *request.outputs]
-    handle = StreamWork(ctx.where(), ctx.streams, event, request.outputs, keep)
-    logical = request.sent_bytes() if OPS[request.op].plain else ctx.logical_bytes
-    counters.record(ctx.role, request.op, logical, ctx.wire_bytes, ctx.streams.nbytes(), kind=ctx.kind)
-    if request.async_op and shadow is None:
-        return handle
-    handle.wait()
-    if shadow is not None:
-        compare_by(ctx, shadow, request.outputs, lambda text: dict(enumerate(sizes.tell(ctx, text))))
-    return handle if request.async_op else None
+    def start(self, request: Request, decision: Decision, timer: CallTimer | None = None) -> Any:
+        shadow = shadow_of(request, decision.lossy)
+        with torch.inference_mode(), tensors.undisturbed():
+            ctx = DeviceContext(*request.call(decision.codec), with_base=decision.with_base)
+            ctx.kind = request.options.kind
+            ctx.rounding = None if decision.lossy is None else LossyFrames(ctx, decision.lossy)
+            inputs, outputs = _flat_on_stream(ctx, request)
+            try:
+                COLLECTIVES[request.op](ctx, request, inputs, outputs)
+                with ctx.streams.on(Stage.DECODE):
+                    copy_back(outputs, request.outputs)
+            except BaseException:
+                ctx.streams.abandon([*inputs, *outputs, *request.inputs, *request.outputs])
+                raise
+            event = ctx.streams.record(Stage.DECODE)
+        keep = [*inputs, *outputs, *request.inputs, *request.outputs]
+        handle = StreamWork(ctx.where(), ctx.streams, event, request.outputs, keep)
+        logical = request.sent_bytes() if OPS[request.op].plain else ctx.logical_bytes
+        counters.record(ctx.role, request.op, logical, ctx.wire_bytes, ctx.streams.nbytes(), kind=ctx.kind)
+        if request.async_op and shadow is None:
+            return handle
+        handle.wait()
+        if shadow is not None:
+            compare_by(ctx, shadow, request.outputs, lambda text: dict(enumerate(sizes.tell(ctx, text))))
+        return handle if request.async_op else None
 
+    def parameter(self, name: str, numel: int, dtype: torch.dtype | None, trained: bool) -> GatheredParameter:
+        return Agreed(name, numel, dtype)
 
-@torch.inference_mode()
-@tensors.undisturbed()
-def largest(request: Request, *numbers: int) -> list[int]:
-    """Return the largest of all ranks of each number, see :func:`.sizes.largest`. A collective of the request's group; the host waits."""
-    return sizes.largest(DeviceContext(*request.call("raw")), *numbers)
+    def agree_ahead(
+        self, parameters: Sequence[tuple[GatheredParameter, torch.Tensor]], group: dist.ProcessGroup, config: ZipcclConfig, role: str,
+        codec: str,
+    ) -> int:  # fmt: skip
+        return agreed.agree_ahead(parameters, group, config, role, codec)
+
+    def check_frames(
+        self, device: torch.device, group: dist.ProcessGroup | None, config: ZipcclConfig, role: str
+    ) -> None:
+        agreed.check_frames(device, group, config=config, role=role)
+
+    def bases_gain(self, group: dist.ProcessGroup, device: str) -> bool:
+        return choice.bases_gain(group, device)
+
+    def settle(self, config: ZipcclConfig, device: torch.device) -> Settled | None:
+        return choice.settle(config, device)
+
+    def end_step(self, engine: Any) -> None:
+        choice.end_step(engine)
+
+    def never_coded(self, op: str, group: dist.ProcessGroup | None, device: str) -> PassReason | None:
+        return choice.never_coded(op, group, device)
+
+    def finish(self, place: torch.device, seconds: float) -> bool:
+        return sizes.ended(streams_of(place).record_all(), seconds)
 
 
 def _flat_on_stream(ctx: DeviceContext, request: Request) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
@@ -135,8 +166,9 @@ def _gather_shards(ctx: DeviceContext, request: Request, inputs: Tensors, output
     if ctx.rounding is not None:
         for shard in shards:
             lossy.gather(ctx, Part.of(shard.own), [Part.of(place) for place in equal_shards(shard.whole, ctx.size)])
-    elif request.agreed:
-        agreed.gather_parameters(ctx, inputs[0], outputs[0], request.agreed)
+    elif request.parameters:
+        parameters = [one for one in request.parameters if isinstance(one, Agreed)]
+        agreed.gather_parameters(ctx, inputs[0], outputs[0], parameters)
     elif isinstance(request.base, InPlaceBase) and ctx.with_base:
         gather.gather_in_place(ctx, shards[0], request.base)
     else:

@@ -15,7 +15,6 @@ later ones another part now and then: a damaged copy that gathers were copied fr
 
 from __future__ import annotations
 
-import ctypes
 import weakref
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -23,7 +22,8 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 
 from ds_zipccl import tensors
-from ds_zipccl.comm.bases.state import AGREEMENT, GATHER, NOTHING_THERE, SOMETHING_ELSE, Versioned, Way
+from ds_zipccl.comm.bases.shared import same_bits
+from ds_zipccl.comm.bases.state import AGREEMENT, GATHER, NOTHING_THERE, SOMETHING_ELSE, GatheredParameter, Way
 from ds_zipccl.comm.context import Call, OpContext, Told
 from ds_zipccl.comm.group_state import region_hash
 from ds_zipccl.comm.work import Work
@@ -35,20 +35,16 @@ AUDITS, AUDIT_BYTES, AUDIT_EACH = 64, 64 << 10, 8
 CHANGED, VERSION = "own shard changed", "version differs"
 #: An answer that names no base: the own shard is not the base's row; the last gather has failed.
 _CHANGED, _UNFILLED = -1, -2
-#: Elements that are converted at a time to compare a shard of another dtype (default, not tuned).
-_CHUNK = 1 << 20
 #: Bytes of shards from which on several threads compare them (default, not tuned: starting them takes as long as a few MB).
 _MUCH = 16 << 20
-_memcmp = ctypes.CDLL(None).memcmp
-_memcmp.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
 
 
-class CachedParameter(Versioned):
+class CachedParameter(GatheredParameter):
     """A parameter that may be copied from its base. ``way`` is DELTA once a gather has filled the base; every gather asks then.
     ``trained``: optimizer steps change it, so that a change is no event to count. Ranks may differ."""
 
-    def __init__(self, name: str, *, trained: bool = False) -> None:
-        super().__init__(name)
+    def __init__(self, name: str, numel: int, dtype: torch.dtype | None = None, *, trained: bool = False) -> None:
+        super().__init__(name, numel, dtype)
         self.trained = trained
         self._used = self._proven = (
             False  # since it was filled, the base was copied; was hashed whole. Equal on all ranks
@@ -160,14 +156,3 @@ def _answers(found: Sequence[tuple[CachedParameter, torch.Tensor]], rank: int) -
         return [one.answer(shard, rank) for one, shard in found]
     with ThreadPoolExecutor(workers, "ds_zipccl-compare") as pool:
         return list(pool.map(lambda pair: pair[0].answer(pair[1], rank), found))
-
-
-def same_bits(shard: torch.Tensor, row: torch.Tensor) -> bool:
-    """Return whether a flat shard, in the dtype of a row of a base, has the row's bits. Ends at the first difference; makes no copy."""
-    if shard.numel() != row.numel():
-        return False
-    shard = shard.detach()
-    if shard.dtype is row.dtype and shard.device == row.device and shard.is_contiguous():
-        return int(_memcmp(shard.data_ptr(), row.data_ptr(), row.nbytes)) == 0
-    pairs = zip(shard.split(_CHUNK), row.split(_CHUNK), strict=True)
-    return all(same_bits(part.to(words).contiguous(), words) for part, words in pairs)

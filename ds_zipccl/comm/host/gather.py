@@ -176,16 +176,18 @@ class SharedBase(Base):
     """The base of one gather of several tensors laid end to end. Each tensor has its own :class:`.BaseSlot`.
 
     All ranks make the object for a gather at the same point of the program. Two gathers in flight should not be of the same tensor: their
-    results would be right, but few of their shards differences.
+    results would be right, but few of their shards differences. ``scheduled``: a schedule reads the base, and fills it.
     """
 
     def __init__(self, slots: Sequence[BaseSlot]) -> None:
+        self.scheduled = False
         self._slots, self._sizes = slots, [slot.memory.shape[1] for slot in slots]
         for slot in slots:
             slot.asked += 1
         self._versions = [slot.asked for slot in slots]
 
     def begin(self, ctx: OpContext, places: Sequence[torch.Tensor], buffers: PooledBuffers) -> torch.Tensor | None:
+        self.scheduled = True
         if not all(slot.filled for slot in self._slots):
             return None
         last = buffers.empty(places[ctx.rank].numel(), places[ctx.rank].dtype, places[ctx.rank].device)

@@ -9,10 +9,12 @@ import torch
 import torch.distributed as dist
 from typing_extensions import Unpack
 
+from ds_zipccl import tensors
+from ds_zipccl.comm import engine
 from ds_zipccl.comm.bases.in_place import Base
-from ds_zipccl.comm.engine import Agreed
+from ds_zipccl.comm.bases.state import GatheredParameter
 from ds_zipccl.comm.execution import pass_small, run
-from ds_zipccl.comm.group_state import group_size, is_member
+from ds_zipccl.comm.group_state import group_size, group_state, is_member
 from ds_zipccl.comm.request import CallOptions, ExactOptions, Options, Request, is_small
 from ds_zipccl.comm.work import JoinedWork
 from ds_zipccl.policy.admission import PassReason
@@ -55,7 +57,7 @@ def all_gather_into_tensor(
     async_op: bool = False,
     *,
     base: Base | None = None,
-    agreed: Sequence[Agreed] = (),
+    parameters: Sequence[GatheredParameter] = (),
     **options: Unpack[Options],
 ) -> Any:
     """``torch.distributed.all_gather_into_tensor``: shard r of the output is the input of rank r.
@@ -63,10 +65,26 @@ def all_gather_into_tensor(
     The input may be the own shard of the output. ``base`` is the memory of an earlier gather, such as :data:`ds_zipccl.comm.IN_PLACE`.
     Either all ranks give a base or none does. Shards go as differences if all ranks prove to hold the same base.
 
-    ``agreed``: the parameters whose shards lie end to end in the input, on all ranks or on none. On groups in the order of streams their
-    frames have agreed sizes, see :mod:`.parameters`; the host waits only where a parameter has none.
+    ``parameters``: those whose shards lie end to end in the input (:func:`ds_zipccl.comm.parameter`), on all ranks or on none. On groups in
+    the order of streams their frames have agreed sizes, and the host waits only where a parameter has none. Elsewhere the call waits for a
+    small message of all ranks where one has a filled base, and what has not changed is copied before the call returns.
+
+    Raises:
+        ValueError: the parameters are not those of the input.
+        CommError: a base is damaged, or see :func:`.execution.execute`.
     """
     call, name = CallOptions(**options), "all_gather_into_tensor"
+    state = group_state(group) if parameters else None
+    if parameters and sum(one.numel for one in parameters) != input_tensor.numel():
+        raise ValueError(
+            f"the parameters have {[one.numel for one in parameters]} elements, the input has {input_tensor.numel()}; "
+            "name all parameters of the input, in their order"
+        )
+    if state is not None and not tensors.is_traced(type(output_tensor)):
+        request = request_shards(name, [output_tensor], [input_tensor], group, async_op, call)
+        request.parameters, chosen = parameters, engine.engine_of(state, output_tensor.device.type)
+        if chosen.has_bases(request):
+            return chosen.gather_parameters(request)
     if is_small(output_tensor, call.config):
 
         def plain() -> Any:
@@ -74,12 +92,7 @@ def all_gather_into_tensor(
 
         return pass_small(name, call, output_tensor.nbytes, group, plain)
     request = request_shards(name, [output_tensor], [input_tensor], group, async_op, call)
-    request.base, request.agreed = base, agreed
-    if agreed and sum(one.numel for one in agreed) != input_tensor.numel():
-        raise ValueError(
-            f"agreed: the parameters have {[one.numel for one in agreed]} elements, the input has {input_tensor.numel()}; "
-            "name all parameters of the input, in their order"
-        )
+    request.base, request.parameters = base, parameters
     return run(request)
 
 

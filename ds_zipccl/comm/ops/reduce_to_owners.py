@@ -100,7 +100,7 @@ def reduce_to_owners(
     # a timed call waits for all ranks too: one whose bucket is small would not come
     if choice.decision.frames or choice.timer is not None:
         digest = int.from_bytes(hashlib.blake2b(repr((request.numel, spans)).encode(), digest_size=7).digest(), "big")
-        largest = engine.engine_of(state, tensor.device.type).largest(request, digest, -digest)
+        largest = engine.engine_for(request).largest(request, digest, -digest)
         ranks.differ = largest[0] != -largest[1]
         if ranks.differ:
             choice = _DIFFER

@@ -22,6 +22,7 @@ from ds_zipccl.codecs import api, exponent, memory
 from ds_zipccl.codecs.known import hashed
 from ds_zipccl.codecs.registry import spec_for
 from ds_zipccl.comm.buffer_pool import PooledBuffers
+from ds_zipccl.comm.work import CommError
 from ds_zipccl.frame import HEADER_BYTES, CodecId, FrameError, FrameErrorCode, Header, pack, pad16, parse
 from ds_zipccl.kernels.cuda.backend import CudaBackend
 from ds_zipccl.kernels.cuda.status import NO_FAILURE, raise_failure
@@ -231,3 +232,13 @@ def _fetch(there: torch.Tensor) -> torch.Tensor:
 def _copy(to: torch.Tensor, source: torch.Tensor) -> None:
     """Queue a copy between host and device on the current stream."""
     to.copy_(source, non_blocking=True)
+
+
+def refuse_capture(op: str, device: torch.device) -> None:
+    """Raise CommError if the current stream of ``device`` records a graph: a replay would not send. The plain collective of a backend that
+    takes host memory fails in a capture too."""
+    if devices.is_capturing(device):
+        raise CommError(
+            f"{op}: got a call while a graph of {device} is captured, wanted a call outside of captures: on this group frames go through "
+            f"host memory, and a graph cannot hold them; call before or after the capture, or pass a group whose backend is NCCL"
+        )

@@ -46,10 +46,16 @@ class AllGather(_Collective):
         """Gather as ``torch.distributed.all_gather_into_tensor``. After ``reshard_after_forward`` to fewer ranks the shards are other ones,
         in another group, without bases."""
         call = functools.partial(self.plain, output_tensor, input_tensor, group, async_op)
-        parts = self.parameters.parts(self.unit.name, input_tensor) if group is self.unit.group else ()
-        gather = functools.partial(comm.gather_parts, parts=parts) if parts else comm.all_gather_into_tensor
-        return gather(
-            output_tensor, input_tensor, group, async_op, config=self.config, role="zero_param", uncompressed_call=call
+        states = self.parameters.of(self.unit.name, input_tensor) if group is self.unit.group else ()
+        return comm.all_gather_into_tensor(
+            output_tensor,
+            input_tensor,
+            group,
+            async_op,
+            parameters=states,
+            config=self.config,
+            role="zero_param",
+            uncompressed_call=call,
         )
 
 

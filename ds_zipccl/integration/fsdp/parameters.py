@@ -1,7 +1,7 @@
-"""The parameters of one FSDP2 model: their bases, and the parts of a module's gather.
+"""The parameters of one FSDP2 model: their bases, and the states of those of a module's gather.
 
 A program may write to parameters between any two gathers, and FSDP2 has no function for it: each gather asks all ranks whether its shards
-have changed, see :class:`ds_zipccl.comm.CachedParameter`. Nothing here follows passes, modes or optimizers, which differ between ranks.
+have changed. Nothing here follows passes, modes or optimizers, which differ between ranks.
 """
 
 from __future__ import annotations
@@ -13,8 +13,9 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from ds_zipccl import tensors
-from ds_zipccl.comm import CachedParameter, Part
+from ds_zipccl import comm
+from ds_zipccl.comm import GatheredParameter
+from ds_zipccl.comm.group_state import group_state
 from ds_zipccl.config import ZipcclConfig
 from ds_zipccl.integration.zero import gathers
 from ds_zipccl.integration.zero.gathers import Gathered
@@ -42,28 +43,29 @@ class Parameters:
     ) -> None:
         self.model = weakref.ref(model)
         names = {id(param): name for name, param in model.named_parameters()}
-        self._of: dict[str, list[tuple[Any, CachedParameter]]] = {}  # torch's FSDPParam, and its state
+        self._of: dict[str, list[GatheredParameter]] = {}  # none for groups in the order of streams
         wanted: list[Gathered] = []
         for unit in units:
-            self._of[unit.name] = []
+            states = self._of[unit.name] = []
+            members = group_state(unit.group)
+            asks = members is not None and not members.streams(
+                device.type
+            )  # versions need the ends that DeepSpeed tells
             for sharded in unit.param_group.fsdp_params:
-                name = names.get(id(sharded.sharded_param), sharded._module_info.param_name)
-                self._of[unit.name].append(
-                    (sharded, cached := CachedParameter(name, trained=sharded.sharded_param.requires_grad))
-                )
-                wanted.append(_gathered(unit, sharded, cached))
+                one = _gathered(unit, sharded)
+                if asks:
+                    name = names.get(id(sharded.sharded_param), sharded._module_info.param_name)
+                    state = comm.parameter(unit.group, device.type, name, one.numel, one.dtype, trained=one.trained)
+                    states.append(state)
+                    one = one._replace(state=state)
+                wanted.append(one)
         trains = any(one.trained for one in wanted)
         self._bases, self.said = gathers.hold_bases(wanted, config, device, trains=trains)
 
-    def parts(self, name: str, shard: torch.Tensor) -> Sequence[Part]:
-        """Return the parameters of a gather of a module, whose own shards lie end to end in ``shard``, as parts of it; nothing if none of
-        them has a base that fits. Does not block."""
+    def of(self, name: str, shard: torch.Tensor) -> Sequence[GatheredParameter]:
+        """Return the parameters of a gather of a module, whose own shards lie end to end in ``shard``; nothing if these are others."""
         found = self._of[name]
-        numels = [_numel(sharded) for sharded, _ in found]
-        if sum(numels) != shard.numel() or tensors.is_traced(type(shard)):
-            return ()
-        parts = [gathers.part_of(cached, numel, shard.dtype) for (_, cached), numel in zip(found, numels, strict=True)]
-        return parts if any(part.cached is not None for part in parts) else ()
+        return found if sum(one.numel for one in found) == shard.numel() else ()
 
     def free(self) -> None:
         """Give the memory of the bases back; gathers go without."""
@@ -76,7 +78,7 @@ def _numel(sharded: Any) -> int:
     return int(sharded._sharded_param_data.numel())
 
 
-def _gathered(unit: Unit, sharded: Any, cached: CachedParameter) -> Gathered:
+def _gathered(unit: Unit, sharded: Any) -> Gathered:
     param = sharded.sharded_param
     dtype = unit.param_group.mp_policy.param_dtype or param.dtype
-    return Gathered(unit.group, _numel(sharded), dtype, param.requires_grad, False, cached.hold)
+    return Gathered(unit.group, _numel(sharded), dtype, param.requires_grad, None)

@@ -4,24 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from types import ModuleType
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from ds_zipccl import comm
-from ds_zipccl.comm import Agreed, CachedParameter, Part, topology
+from ds_zipccl.comm import GatheredParameter, topology
 from ds_zipccl.comm import engine as comm_engine
 from ds_zipccl.comm.bases import host_memory
 from ds_zipccl.comm.bases.shared import BaseSlot, choose_fitting, held_share
-from ds_zipccl.comm.bases.state import Versioned
 from ds_zipccl.comm.group_state import group_nodes, group_size, group_state, resolve_group
 from ds_zipccl.config import ZipcclConfig
 from ds_zipccl.integration import hints, hook_points
 from ds_zipccl.policy import admission
 
-#: Attribute of a parameter: its state, an Agreed in groups in the order of streams, a CachedParameter in those that exchange messages; see
-#: :mod:`.versions`. Without versions it only holds a base.
+#: Attribute of a parameter: its :class:`ds_zipccl.comm.GatheredParameter`, see :mod:`.versions`.
 STATE = "ds_zipccl_state"
 #: Attribute of an optimizer, and of each of its parameters: the versions of all of them.
 VERSIONS = "ds_zipccl_versions"
@@ -74,14 +72,13 @@ def partition(original: Callable[..., Any], init: Any, param_list: Any, *args: A
 
 class Gathered(NamedTuple):
     """A parameter that is gathered again and again, by its shards of ``numel`` elements in a dtype. ``trained``: optimizer steps change it.
-    ``sized``: its frames have agreed sizes in groups in the order of streams. ``hold`` takes its base."""
+    ``state``: holds its base; None: it cannot have one."""
 
     group: dist.ProcessGroup
     numel: int
     dtype: torch.dtype
     trained: bool
-    sized: bool
-    hold: Callable[[BaseSlot], None]
+    state: GatheredParameter | None
 
 
 def allocate_bases(
@@ -99,12 +96,8 @@ def allocate_bases(
 
 
 def _gathered(param: Any, trains: bool) -> Gathered:
-    def hold(base: BaseSlot) -> None:
-        setattr(param, STATE, state := getattr(param, STATE, None) or Versioned(""))
-        state.hold(base)
-
-    trained, sized = trains and param.requires_grad, bool(agreed_of([param]))
-    return Gathered(param.ds_process_group, param.ds_tensor.ds_numel, gathered_dtype(param), trained, sized, hold)
+    dtype, state = gathered_dtype(param), getattr(param, STATE, None)
+    return Gathered(param.ds_process_group, param.ds_tensor.ds_numel, dtype, trains and param.requires_grad, state)
 
 
 def hold_bases(
@@ -156,7 +149,8 @@ def hold_bases(
             reasons.append(str(error))
             continue
         for one, base in zip(some, found, strict=True):
-            one.hold(base)
+            assert one.state is not None  # only usable parameters have one
+            one.state.hold(base)
         bases += found
     reasons = list(filter(None, reasons))
     if not auto:
@@ -215,14 +209,14 @@ def _usable(
     reason = _never_differs(config)
     if not reason and not dtypes:
         reason = f"no differences {where}{': nccl is off' if streams and off else ' yet'}"
-    if not reason and streams and not all(one.sized for one in params):
+    if not reason and any(one.state is None for one in params):
         reason = f"no differences {where}: {'nccl is off' if off else 'no sizes are agreed on with this optimizer'}"
     auto = config.zero3_base == "auto"
     if not reason and streams and auto and config.mode_of("zero_param") == "auto":
         passes = comm_engine.never_coded("all_gather_into_tensor", group, device.type)
         if passes is not None:
             reason = f"gathers {where} pass: {passes.value}"
-        elif not comm_engine.host_bases_gain(group, device.type):
+        elif not comm_engine.engine_of(members, device.type).bases_gain(group, device.type):
             reason = f"the network is faster than host memory {where}"
     if reason:
         return [], reason
@@ -271,54 +265,20 @@ def is_secondary(device: torch.device, group: dist.ProcessGroup | None) -> bool:
     return first.ds_secondary_tensor is not None and first.ds_zero_param_process_group is group
 
 
-def base_of(params: Sequence[Any], dtype: torch.dtype) -> comm.SharedBase | None:
-    """Return the base of a gather of these parameters in a dtype, None if one of them has none."""
-    bases = [base for param in params if (base := slot_of(param)) is not None and base.memory.dtype == dtype]
-    return comm.SharedBase(bases) if bases and len(bases) == len(params) else None
-
-
-_State = TypeVar("_State")
-
-
-def states_of(params: Iterable[Any], kind: type[_State]) -> list[_State | None]:
-    """Return the state of each parameter; None where a parameter has none of this kind."""
-    found = (getattr(param, STATE, None) for param in params)
-    return [one if isinstance(one, kind) else None for one in found]
-
-
-def agreed_of(params: Sequence[Any]) -> Sequence[Agreed]:
-    """Return the agreed sizes of the parameters of a gather, or nothing if one of them takes no part."""
-    found = [one for one in states_of(params, Agreed) if one is not None]
-    return found if len(found) == len(params) else ()
-
-
-def parts_of(params: Sequence[Any], dtype: torch.dtype) -> Sequence[Part]:
-    """Return the parameters of a gather in a dtype as parts of it, or nothing if none of them has a base that fits the gather."""
-    if not any(cached := states_of(params, CachedParameter)):
-        return ()
-    found = [part_of(one, param.ds_tensor.ds_numel, dtype) for param, one in zip(params, cached, strict=True)]
-    return found if any(part.cached is not None for part in found) else ()
-
-
-def part_of(cached: CachedParameter | None, numel: int, dtype: torch.dtype) -> Part:
-    """Return a part of a gather in a dtype: of a parameter with shards of ``numel`` elements, with its state if its base fits."""
-    slot = None if cached is None else cached.slot()
-    fits = slot is not None and slot.memory.dtype is dtype and slot.memory.shape[1] == numel
-    return Part(numel, cached if fits else None)
+def parameters_of(params: Sequence[Any]) -> Sequence[GatheredParameter]:
+    """Return the states of the parameters of a gather, or nothing if one of them has none, or has other shards than its state."""
+    found = [getattr(param, STATE, None) for param in params]
+    fitting = [one for one, param in zip(found, params, strict=True) if one and one.numel == param.ds_tensor.ds_numel]
+    return fitting if len(fitting) == len(params) else ()
 
 
 def forget(params: Iterable[Any]) -> None:
     """End the versions of parameters. All ranks of their groups call."""
-    for one in filter(None, states_of(params, Versioned)):
-        one.forget()
+    for param in params:
+        if (state := getattr(param, STATE, None)) is not None:
+            state.forget()
 
 
 def versions_of(params: Iterable[Any]) -> list[Any]:
     """Return the versions of the engines of parameters, those of each engine once. Some parameters have none."""
     return list(dict.fromkeys(getattr(param, VERSIONS) for param in params if hasattr(param, VERSIONS)))
-
-
-def slot_of(param: Any) -> BaseSlot | None:
-    """Return the base of a parameter, None if there is none."""
-    state: Versioned | None = getattr(param, STATE, None)
-    return None if state is None else state.slot()

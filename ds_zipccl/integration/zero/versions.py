@@ -4,7 +4,7 @@ Every change that DeepSpeed has a function for is a call of all ranks of the par
 parameters. In groups in the order of streams an optimizer step is followed by an agreement on sizes, so that no later gather waits. A
 change behind our back, by a write to ``param.ds_tensor``, is noticed where a frame does not fit: then all ranks stop before the next step.
 
-Groups that exchange messages need no versions: their gathers ask, see :class:`.CachedParameter`.
+Groups that exchange messages need no versions: their gathers ask, see the module of their engine.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from typing import Any
 import torch
 
 from ds_zipccl import comm
-from ds_zipccl.comm import Agreed, CachedParameter
 from ds_zipccl.comm.group_state import GroupState, group_state
 from ds_zipccl.config import ZipcclConfig
 from ds_zipccl.integration import hook_points
@@ -41,12 +40,12 @@ class Versions:
         self._groups: list[tuple[Any, list[Any]]] = []  # in the order of streams
         # The largest first: its ranks learn of failures in smaller groups at once.
         for group, (members, some) in sorted(named.items(), key=lambda item: -item[1][0].size):
-            if streams := members.streams(device.type):
+            if members.streams(device.type):
                 self._groups.append((group, [param for _, param in some]))
             for name, param in some:
                 setattr(param, VERSIONS, self)
-                sized = Agreed(name, param.ds_tensor.ds_numel, gathers.gathered_dtype(param)) if streams else None
-                setattr(param, STATE, sized or CachedParameter(name, trained=param.requires_grad))
+                shape = param.ds_tensor.ds_numel, gathers.gathered_dtype(param)
+                setattr(param, STATE, comm.parameter(group, device.type, name, *shape, trained=param.requires_grad))
 
     def check_frames(self, among: Iterable[Any] | None = None) -> None:
         """Raise CommError if a frame was refused. A collective of every group of these parameters (None: of all) that has gathered by
@@ -70,20 +69,18 @@ def begin(optimizer: Any, named: Iterable[tuple[str, Any]], config: ZipcclConfig
     """Begin the versions of an engine's parameters, and agree on sizes in groups in the order of streams. A collective.
 
     Args:
-        optimizer: of ZeRO-3. For an optimizer that may change parameters in the background nothing happens, nor where a DeepSpeed lacks
-            a function whose changes must be learned.
+        optimizer: of ZeRO-3. Where it may change parameters in the background, or a DeepSpeed lacks a function whose changes must be
+            learned, parameters of groups in the order of streams have no versions.
         named: all parameters of the engine with their names.
     """
     named = list(named)
     for _, param in named:
         _drop(param)  # what an earlier engine of the module has left
-    known = type(optimizer).__name__ in _KNOWN and not getattr(optimizer, "zenflow", False)
-    if known and hasattr(optimizer, "step"):
+    follows = type(optimizer).__name__ in _KNOWN and not getattr(optimizer, "zenflow", False)
+    if follows and hasattr(optimizer, "step"):
         for method in ("step", "load_state_dict", "set_full_hp_param"):  # SuperOffload has a step of its own
             hook_points.surround(f"DeepSpeedZeroOptimizer_Stage3.{method}", type(optimizer))
-    if not known or hook_points.lacking("versions"):
-        return
-
+    follows = follows and not hook_points.lacking("versions")
     found: _Groups = {}
     partitioned = [(name, param) for name, param in named if hasattr(param, "ds_id")]
     for name, param in sorted(partitioned, key=lambda one: int(one[1].ds_id)):
@@ -91,10 +88,9 @@ def begin(optimizer: Any, named: Iterable[tuple[str, Any]], config: ZipcclConfig
         if members is None or members.size == 1:
             continue
         if members.streams(device.type):
-            takes_part = config.nccl != "off"
+            takes_part = config.nccl != "off" and follows
         else:
             takes_part = bool(admission.difference_dtypes(device.type, members.backend(device.type)))
-            takes_part &= param.ds_tensor.final_location != "nvme"  # a shard on disk cannot be compared
         if takes_part:
             found.setdefault(param.ds_process_group, (members, []))[1].append((name, param))
     if found:

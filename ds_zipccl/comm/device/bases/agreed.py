@@ -24,7 +24,7 @@ import torch.distributed as dist
 
 from ds_zipccl import tensors
 from ds_zipccl.comm.bases.shared import BaseSlot
-from ds_zipccl.comm.bases.state import AGREEMENT, NOTHING_THERE, SOMETHING_ELSE, Versioned, Way
+from ds_zipccl.comm.bases.state import AGREEMENT, NOTHING_THERE, SOMETHING_ELSE, GatheredParameter, Way
 from ds_zipccl.comm.device import gather
 from ds_zipccl.comm.device.bases import proof
 from ds_zipccl.comm.device.context import DeviceContext
@@ -67,33 +67,19 @@ class _Kind(NamedTuple):
         return large and (way is Way.DELTA or self.codec != "raw")
 
 
-class Agreed(Versioned):
-    """The sizes of the frames of one parameter, on which the ranks of a group have agreed.
-
-    Args:
-        name: of the parameter, for messages.
-        numel: elements of a rank's shard, equal on all ranks.
-        dtype: in which shards are gathered; None: that of the shards.
-    """
+class Agreed(GatheredParameter):
+    """A parameter with the sizes of its frames, on which the ranks of a group have agreed."""
 
     def __init__(self, name: str, numel: int, dtype: torch.dtype | None = None) -> None:
-        super().__init__(name)
-        self.numel, self.dtype = numel, dtype
+        super().__init__(name, numel, dtype)
         #: Bytes of the largest frame of each piece, while the version lasts; of differences only where all ranks hold the base.
         self.sizes: dict[Way, Sequence[int]] = {}
         #: A number of this process that no other agreement has; 0 before the first.
         self.version = 0
         self._kind: _Kind | None = None
 
-    def base_of(self, kind: _Kind) -> BaseSlot | None:
-        """Return the base of gathers of a kind, None if there is none."""
-        found = self.slot()
-        if found is None or not self.numel or found.memory.dtype is not kind.dtype:
-            return None
-        return found if found.memory.shape == (kind.group.size, self.numel) else None
-
     def forget(self) -> None:
-        """See :meth:`.Versioned.forget`."""
+        """See :meth:`.GatheredParameter.forget`."""
         super().forget()
         self._kind = None
 
@@ -140,7 +126,7 @@ def agree_all(
     missing = [(one, words, kind) for one, words, kind in missing if one._kind != kind]
     if not missing:
         return 0
-    bases = [one.base_of(kind) for one, _, kind in missing]
+    bases = [one.fitting(ctx.size, kind.dtype) for one, _, kind in missing]
     held = [base if base is not None and base.filled else None for base in bases]
     if any(held):
         ctx.streams.order(Stage.DECODE, Stage.ENCODE)  # earlier gathers have written the bases
@@ -207,7 +193,7 @@ def gather_parameters(ctx: DeviceContext, own: torch.Tensor, whole: torch.Tensor
     """
     shard = Shard(own, whole, [one.numel for one in parameters], [one.name for one in parameters])
     kind = _kind(ctx, own.dtype)
-    if not own.numel() or (ctx.codec == "raw" and not any(one.base_of(kind) for one in parameters)):
+    if not own.numel() or (ctx.codec == "raw" and not any(one.fitting(ctx.size, kind.dtype) for one in parameters)):
         gather.gather(ctx, [shard])
         return
     if any(one._kind != kind for one in parameters):
@@ -216,7 +202,7 @@ def gather_parameters(ctx: DeviceContext, own: torch.Tensor, whole: torch.Tensor
     if (unchecked.copies or 0) >= COPIES_UNCHECKED:
         _agreement(ctx, [])
     unchecked.copies = unchecked.copies or 0
-    held = [one.base_of(kind) for one in parameters]
+    held = [one.fitting(ctx.size, kind.dtype) for one in parameters]
     ways = [Way.FULL if base is None else one.way for one, base in zip(parameters, held, strict=True)]
     based = [(number, base) for number, base in enumerate(held) if base is not None]
     rows: Sequence[torch.Tensor] = whole.view(ctx.size, -1).split(list(shard.sizes), 1) if based else ()
@@ -263,7 +249,7 @@ def _plans_of(
 
 
 def agree_ahead(
-    parameters: Sequence[tuple[Agreed, torch.Tensor]],
+    parameters: Sequence[tuple[GatheredParameter, torch.Tensor]],
     group: dist.ProcessGroup,
     config: ZipcclConfig,
     role: str,
@@ -271,7 +257,8 @@ def agree_ahead(
 ) -> int:
     """Agree as :func:`agree_all`, outside of an operation. A collective."""
     with torch.inference_mode(), tensors.undisturbed():
-        return agree_all(DeviceContext(AGREEMENT, group, config, role, codec, parameters[0][1].device), parameters)
+        ctx = DeviceContext(AGREEMENT, group, config, role, codec, parameters[0][1].device)
+        return agree_all(ctx, [(one, words) for one, words in parameters if isinstance(one, Agreed)])
 
 
 def check_frames(
