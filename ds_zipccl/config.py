@@ -118,7 +118,8 @@ class ZipcclConfig:
     delta: Annotated[
         Literal["auto", "off"],
         "auto: gather parameters as differences against those of the last step where every rank proves by a hash that it holds "
-        "them. ZeRO-1 and ZeRO-2 then keep a copy of the shard that this rank owns; for ZeRO-3 see zero3_base.",
+        "them. ZeRO-1 and ZeRO-2 then keep a copy of the shard that this rank owns; for ZeRO-3 see zero3_base. off: no differences, as "
+        "on all ranks where one rank lacks the C++ kernels.",
     ] = "auto"
     zero3_base: Annotated[
         Literal["auto", "off", "host", "device"],
@@ -154,8 +155,8 @@ class ZipcclConfig:
     ] = 0
     route: Annotated[
         Literal["auto", "native", "numba", "cupy"],
-        "Kernels: native (C++ and CUDA, compiled at first use), numba (CPU tensors; no repeated rows, no lossy codecs), cupy (CUDA "
-        "tensors, needs no compiler), or auto: the first that works. Tensors of a device that has no route of this name take auto.",
+        "Kernels: native (C++ and CUDA, compiled at first use), numba (CPU tensors; no differences, repeated rows and lossy codecs), cupy "
+        "(CUDA tensors, needs no compiler), or auto: the first that works. Tensors of a device that has no route of this name take auto.",
     ] = "auto"
     lossy: Annotated[
         bool,

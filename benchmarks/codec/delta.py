@@ -156,8 +156,10 @@ def coders(args: argparse.Namespace) -> list[Coder]:
     Raises:
         ToolError: a route does not work here, or a peer does not code differences.
     """
+    from ds_zipccl import kernels
+
     found: list[Coder] = []
-    for route in usable_routes(args.route):
+    for route in usable_routes(args.route, kernels.delta_route):
         found.append((route, CODEC, partial(DeltaTrial, route=route, block=args.block)))
     for name in list(peers.DIFFERENCES) if args.peers == [] else dict.fromkeys(args.peers or []):
         if name not in peers.DIFFERENCES:

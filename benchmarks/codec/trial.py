@@ -128,8 +128,9 @@ def ours(args: argparse.Namespace) -> Iterator[Coder]:
             yield Coder(route, codec, partial(FrameTrial, codec=codec, route=route, block=args.block))
 
 
-def usable_routes(wanted: list[str]) -> list[str]:
-    """Routes to measure: the ``wanted`` ones, or all that work here if ``wanted`` is empty.
+def usable_routes(wanted: list[str], kernels_of: Callable[[str, str], object] | None = None) -> list[str]:
+    """Routes to measure: the ``wanted`` ones, or all that work here if ``wanted`` is empty. ``kernels_of``: a function of
+    :mod:`ds_zipccl.kernels` that raises RouteUnavailable where a route has no kernels of the codec.
 
     Raises:
         ToolError: a wanted route does not work here, or no route works.
@@ -137,6 +138,8 @@ def usable_routes(wanted: list[str]) -> list[str]:
     from ds_zipccl import kernels
 
     reasons = kernels.why("cpu")
+    if kernels_of is not None:
+        reasons = {name: why or kernels.lacking(partial(kernels_of, name, "cpu")) for name, why in reasons.items()}
     for name in wanted:
         if reasons.get(name, "no such route"):
             raise ToolError(f"route {name}: {reasons.get(name) or 'no such route; known: ' + ', '.join(reasons)}")

@@ -216,9 +216,12 @@ def _predict(
     """Print the job and the prediction; return both for the file. ``profile``: of gloo. ``settled``: of groups in stream order, None where
     they stay plain."""
     from ds_zipccl.cli.planning import job as job_plan
+    from ds_zipccl.cli.planning import speeds
     from ds_zipccl.integration import bypassed
     from ds_zipccl.integration.start_line import coverage_here
 
+    if profile and job.config.delta == "auto" and (lacking := speeds.no_differences()):
+        job = replace(job, config=replace(job.config, delta="off"), notes=(*job.notes, f"delta is off: {lacking}"))
     ranks = len(found.reports)
     device, backend = found.groups
     pipelined = bool(job.content.get("pipeline"))

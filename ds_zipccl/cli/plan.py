@@ -202,6 +202,9 @@ def _on_gloo(args: argparse.Namespace) -> _Groups:
     tables.say(f"        {_about(exponents, 'add')}")
     if args.gradients is not None:
         tables.say(f"        lossy gradients: {about_lossy(args, exponents)}")
+    if args.delta == "auto" and not args.profile and (lacking := speeds.no_differences()):
+        args.delta = "off"
+        tables.say(f"        delta is off: {lacking}")
     wanted = [*([LOSSY] if args.gradients is not None else []), CHANGED, COPIED]
     coded = codings(args, exponents, wanted)
     used = {line.coding for line in operations.traffic(args)}

@@ -93,7 +93,7 @@ def compress(
             traced, transformed, a storage that was freed); a base that is missing, superfluous or of another kind; a row_width below 1,
             or with a codec that takes none.
         TypeError: ``tensor``, ``base`` or ``out`` is no tensor, or ``row_width`` no int.
-        RouteUnavailable: no kernels here.
+        RouteUnavailable: no kernels of the codec here.
     """
     with tensors.undisturbed():
         admit("tensor", tensor)
@@ -219,6 +219,7 @@ def decompress(
             :func:`compress`.
         RuntimeError: ``out`` is a leaf that requires grad, or a view of one, while gradients are recorded; or an inference tensor outside
             of inference mode; nothing is written.
+        RouteUnavailable: no kernels of the frame's codec here.
     """
     with tensors.undisturbed():
         admit("frame", frame, TypeError)

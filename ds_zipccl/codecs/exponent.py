@@ -215,7 +215,7 @@ def _encode_delta(segments: Tensors, bases: Tensors, block: int, outs: Tensors, 
     sizes = []
     for segment, base, out in zip(segments, bases, outs, strict=True):
         check_bound(segment, _delta_bound(segment.numel(), segment.dtype, block), _MAX_DELTA_PAYLOAD)
-        kernel = kernels.route(route, segment.device.type)
+        kernel = kernels.delta_route(route, segment.device.type)
         sizes.append(kernel.encode_delta(_delta_words(segment), _delta_words(base), block, out))
     return sizes
 
@@ -224,7 +224,7 @@ def _decode_delta(
     payload: torch.Tensor, base: torch.Tensor | None, block: int, words: torch.Tensor, route: str
 ) -> None:
     assert base is not None  # CodecSpec.needs_base
-    kernel = kernels.route(route, words.device.type)
+    kernel = kernels.delta_route(route, words.device.type)
     kernel.decode_delta(payload, _delta_words(base), block, _delta_words(words))
 
 

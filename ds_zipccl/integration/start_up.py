@@ -20,14 +20,13 @@ from ds_zipccl.comm.transport import TRANSPORTS
 from ds_zipccl.config import ROLES, ZipcclConfig
 from ds_zipccl.integration import canary, hook_points, start_line
 from ds_zipccl.integration.job import Bypass, Job
+from ds_zipccl.policy import admission
 from ds_zipccl.policy.settled import Settled
 from ds_zipccl.telemetry import table
 from ds_zipccl.telemetry.step_log import StepLog
 
 #: A lossy function that the C++ kernels have, and numba lacks.
 _LOSSY_FUNCTION = "encode_rounded"
-#: What to do about ranks without C++ kernels.
-_REMEDY = "install a C++ compiler or a wheel of ds_zipccl with its library"
 
 
 def accept(job: Job, section: Mapping[str, Any] | None, device: torch.device, zero_stage: int | None = None) -> bool:
@@ -111,7 +110,7 @@ def with_all_kernels(config: ZipcclConfig, device: torch.device) -> ZipcclConfig
             "lossy",
             config.lossy and bool(config.lossy_roles),
             lambda: kernels.lossy_route(host, "cpu", _LOSSY_FUNCTION),
-            f"lack the lossy codecs of the roles; {{}}; {_REMEDY}, or name no lossy codec",
+            "lack the lossy codecs of the roles; {}, or name no lossy codec",
         ),
         (
             "enabled",
@@ -123,7 +122,13 @@ def with_all_kernels(config: ZipcclConfig, device: torch.device) -> ZipcclConfig
             "rows",
             config.rows != "off" and config.mode_of("ep") != "never",
             lambda: kernels.row_route(host, "cpu"),
-            f"have no kernels of row frames; {{}}; {_REMEDY}",
+            "have no kernels of row frames; {}",
+        ),
+        (
+            "delta",
+            config.delta != "off" and config.codec != "raw" and device.type in admission.HOST_DEVICES,
+            lambda: kernels.delta_route(host, "cpu"),
+            "have no kernels of differences; {}",
         ),
         (
             "nccl",

@@ -15,16 +15,19 @@ from ds_zipccl.kernels import sums as plain_sums
 from ds_zipccl.kernels.cpp import backend as cpp_backend
 from ds_zipccl.kernels.cuda import load as cuda_load
 from ds_zipccl.kernels.numba import backend as numba_backend
-from ds_zipccl.kernels.protocol import KernelBackend, LossyBackend, RowBackend
+from ds_zipccl.kernels.protocol import DeltaBackend, KernelBackend, LossyBackend, RowBackend
 
 __all__ = [
+    "REMEDY",
     "ROUTES",
+    "DeltaBackend",
     "KernelBackend",
     "LossyBackend",
     "RouteUnavailable",
     "RowBackend",
     "adder",
     "compiled",
+    "delta_route",
     "lacking",
     "lossy_route",
     "preferred",
@@ -44,6 +47,9 @@ ROUTES: dict[str, dict[str, Callable[[], KernelBackend]]] = {
     "cpu": {"native": cpp_backend.load, "numba": numba_backend.load},
     "cuda": {"native": cuda_load.load_native, "cupy": cuda_load.load_cupy},
 }
+
+#: What to do where no backend for CPU tensors has a function that numba lacks.
+REMEDY = "install a C++ compiler or a wheel of ds_zipccl with its library"
 
 _loaded: dict[tuple[str, str], KernelBackend | str] = {}
 _locks: dict[tuple[str, str], threading.Lock] = {}
@@ -107,6 +113,16 @@ def route(name: str = "auto", device: str = "cpu") -> KernelBackend:
     return _first(name, device, "")
 
 
+def delta_route(name: str, device: str) -> DeltaBackend:
+    """Return the named backend, or for "auto" the first that can run and has the functions of differences; may build it.
+
+    Raises:
+        RouteUnavailable: none can run here, or none has the functions; the message has every reason.
+        ValueError: no backend of that name.
+    """
+    return cast(DeltaBackend, _first(name, device, "encode_delta"))
+
+
 def row_route(name: str, device: str) -> RowBackend:
     """Return the named backend, or for "auto" the first that can run and has the functions of row frames; may build it.
 
@@ -147,4 +163,5 @@ def _first(name: str, device: str, function: str) -> KernelBackend:
         if not isinstance(found, str) and (not function or hasattr(found, function)):
             return found
         reasons.append(f"{candidate}: {found if isinstance(found, str) else f'it has no {function}'}")
-    raise RouteUnavailable(f"no kernels for {device} tensors here. " + "; ".join(reasons))
+    remedy = [REMEDY] if function and device == "cpu" else []
+    raise RouteUnavailable(f"no kernels for {device} tensors here. " + "; ".join([*reasons, *remedy]))

@@ -51,15 +51,19 @@ class KernelBackend(Protocol):
         On a CPU the calling thread, or threads that it starts, do the additions: they flush denormals where the calling thread does.
         """
 
+    def region_hash(self, data: torch.Tensor, key: tuple[int, int] = (0, 0)) -> tuple[int, int]:
+        """Return both halves of the hash of ``data`` (uint8; FORMAT.md section 5) with a key of two u64."""
+
+
+class DeltaBackend(KernelBackend, Protocol):
+    """A kernel backend with the functions of differences (:func:`ds_zipccl.kernels.delta_route`)."""
+
     def encode_delta(self, words: torch.Tensor, base: torch.Tensor, block: int, out: torch.Tensor) -> int:
-        """Encode ``words`` against ``base``, of the same dtype (bfloat16, float16 or float32) and size, into ``out``
+        """Encode ``words`` against ``base``, of the same dtype (bfloat16, float16, float32 or uint8) and size, into ``out``
         (``payload_bound`` bytes), and return the payload's bytes."""
 
     def decode_delta(self, payload: torch.Tensor, base: torch.Tensor, block: int, words: torch.Tensor) -> None:
         """Decode ``payload`` against ``base`` into ``words``, which may be the base's memory or apart from it."""
-
-    def region_hash(self, data: torch.Tensor, key: tuple[int, int] = (0, 0)) -> tuple[int, int]:
-        """Return both halves of the hash of ``data`` (uint8; FORMAT.md section 5) with a key of two u64."""
 
 
 class RowBackend(KernelBackend, Protocol):

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from ds_zipccl import codecs, tensors
+from ds_zipccl import codecs, kernels, tensors
 from ds_zipccl.codecs import memory
 from ds_zipccl.sync import message, words
 from ds_zipccl.sync.errors import SyncError, SyncErrorCode
@@ -50,6 +50,8 @@ class Packer:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """The record of a fragment, on the CPU, and the words of the fragment, until the next call; ``base``: None for a whole one."""
         fragment = self._words.gather(slices, source)
+        if kernels.lacking(lambda: kernels.delta_route(self._route, fragment.device.type)):
+            base = None  # a frame without a base may stand for a difference
         before = None if base is None else self._bases.gather(slices, base.__getitem__).to(fragment.device)
         codec = "delta" if base is not None else "cascade"
         bound = codecs.compress_bound(fragment.numel(), fragment.dtype, codec, block=self._block)

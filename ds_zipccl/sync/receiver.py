@@ -84,7 +84,7 @@ class Receiver:
         Raises:
             SyncError: the message is damaged, incomplete, too large, or for another base; its code says which.
             TypeError: ``frames`` is no iterable of such parts.
-            RouteUnavailable: no kernels here.
+            RouteUnavailable: no kernels here, or none of differences, which a full message does without.
         """
         if isinstance(frames, torch.Tensor | bytes | bytearray | memoryview):
             raise TypeError("frames must be the parts of a message, got one buffer: pass sync.load(io.BytesIO(buffer))")

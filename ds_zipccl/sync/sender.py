@@ -67,7 +67,8 @@ class Sender:
         is dropped before its end leaves no base, and the next message is full. Blocks, on CUDA for the current stream.
 
         A tensor that the base has under the same name, with the same dtype and shape, is packed as a difference. Any other is packed whole.
-        A tensor that ``state`` no longer has is removed. Tensors that share their memory are packed once and arrive as one.
+        So are all of them where the kernels are numba's, which have no differences. A tensor that ``state`` no longer has is removed.
+        Tensors that share their memory are packed once and arrive as one.
 
         Args:
             state: names and dense CPU or CUDA tensors of any dtype, in any order; parameters are packed as their data. Or arrays of

@@ -11,6 +11,7 @@ import pytest
 from commands import Capture, assert_refused, content, outcome
 from places import ROOT
 
+from ds_zipccl import kernels
 from ds_zipccl.__main__ import main
 from ds_zipccl.benchmarks.comm import trial, validate
 from ds_zipccl.cli.planning import speeds
@@ -217,6 +218,12 @@ def test_what_is_measured_of_differences() -> None:
     before, after = speeds._step(1 << 20, "bfloat16")
     frame = compress(after, "delta", base=before, shaped=False, checksum=False)
     assert after.nbytes / frame.nbytes == pytest.approx(DELTA_RATIO, rel=0.02)
+
+
+def test_kernels_without_differences(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
+    monkeypatch.setattr(kernels, "ROUTES", {"cpu": {"numba": kernels.ROUTES["cpu"]["numba"]}})
+    assert "differences" not in {row["how"] for row in planned(tmp_path, "--zero", "2")}
+    assert "delta is off: no kernels for cpu tensors here. numba: it has no encode_delta" in capsys.readouterr().out
 
 
 def test_where_coding_does_not_pay(tmp_path: Path, fast: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -11,6 +11,7 @@ import from_format
 import numpy as np
 import pytest
 import torch
+import variants
 from corpus import assert_same_bits
 from from_format import Raw
 
@@ -19,6 +20,7 @@ from ds_zipccl import codecs, tensors
 from ds_zipccl import frame as framing
 from ds_zipccl.frame import FrameErrorCode
 
+route = variants.each(variants.COMPILED)
 PLAIN = {"shaped": False, "checksum": False}
 #: Words of a delta payload; those of 8 bits are bytes.
 KINDS = {**corpus.SUMMED, "bytes": corpus.E4M3}

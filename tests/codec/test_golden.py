@@ -162,7 +162,7 @@ def _tensor(tensor: torch.Tensor, arguments: dict[str, Any]) -> Case:
         lambda golden, route: ds_zipccl.decompress(golden, base=base, route=route),
         lambda route: tensor,
         document,
-        variants.ALL,
+        variants.ALL if base is None else variants.COMPILED,
     )
 
 

@@ -74,7 +74,7 @@ class Wrong:
 
     def take_over(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Let all codecs have these kernels."""
-        for function in ("route", "row_route", "lossy_route"):
+        for function in ("route", "delta_route", "row_route", "lossy_route"):
             monkeypatch.setattr(kernels, function, lambda *given: self)
 
 
@@ -525,7 +525,7 @@ def test_planted_mistakes_are_noticed(codec: str, name: str, monkeypatch: pytest
                 lambda *given: library if given[2].startswith(methods) else lossy_route(*given),
             )
         else:
-            for lookup in ("route", "row_route"):
+            for lookup in ("route", "delta_route", "row_route"):
                 monkeypatch.setattr(kernels, lookup, lambda name="auto", device="cpu": library)
 
     use(_library(codec, {}) if codec in ALONE else kernels.route("native"))

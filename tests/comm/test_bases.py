@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from cached import CONFIG, FULL, OTHER, SHARDS, refusing
 
-from ds_zipccl import comm
+from ds_zipccl import comm, kernels
 from ds_zipccl.codecs import decompress
 from ds_zipccl.comm import topology, tuner
 from ds_zipccl.comm.bases import host_memory, in_place
@@ -110,6 +110,21 @@ def edited(rank: int, ranks: int, kind: str) -> None:
         assert trainer.gather(0) == ({OTHER: 1} if rank == 0 else {"": 1})
         trainer.step()
         assert trainer.gather(0) == {"": 1}
+
+
+@runner.together(3, "in place")
+@runner.together(3, "host")
+def without_kernels(rank: int, ranks: int, kind: str) -> None:
+    """While a rank has numba's kernels alone, which have no differences, every shard goes in full."""
+    trainer, table = Trainer(rank, ranks, kind), kernels.ROUTES["cpu"]
+    trainer.gather(0)
+    if rank == 1:
+        kernels.ROUTES["cpu"] = {"numba": table["numba"]}
+    trainer.step()
+    assert trainer.gather(0) == {"a rank has no kernels of differences": 1}
+    kernels.ROUTES["cpu"] = table
+    trainer.step()
+    assert trainer.gather(0) == {"": 1}
 
 
 @runner.together(3)
@@ -295,7 +310,7 @@ def together(rank: int, ranks: int) -> None:
 
 
 def equal_hashes() -> None:
-    host_gather.region_hash = lambda *given: bytes(16)
+    host_gather.region_hash = lambda *given: b"an equal hash..."
 
 
 @pytest.mark.parametrize(

@@ -72,7 +72,7 @@ PARTS = (
     Part("pytest-timeout", _module("pytest_timeout"), "a test that hangs takes its whole step with it"),
     Part("hypothesis", _module("hypothesis"), "the files of tests that draw examples are left out"),
     Part("xxhash", _module("xxhash"), "tests against the executed format fail"),
-    Part("C++ compiler", _compiler, "no C++ kernels: the reference is numba's, without rows and lossy codecs, and builds are slower"),
+    Part("C++ compiler", _compiler, "no C++ kernels: the reference is numba's, of exponents alone, and builds are slower"),
     Part("numba", _module("numba"), "no second reference on the CPU; none at all without a C++ compiler"),
     Part("nvcc", _nvcc, "no native route: kernels are compiled at run time; driver and spinning kernel come from the wheels folder"),
     Part("CuPy", _call("ds_zipccl.kernels.cuda.cupy_kernels", "cupy"), "no route cupy: the first part of the run has no kernels"),

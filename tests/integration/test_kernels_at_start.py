@@ -102,11 +102,11 @@ def test_no_cuda_kernels_do_not_stop_the_job(monkeypatch: pytest.MonkeyPatch) ->
 NUMBA_ALONE = "rank 1: no kernels for cpu tensors here. numba: it has no "
 
 
-def without_a_compiler(rank: int, size: int) -> list[tuple[list[str], str]]:
-    """What each lossy config raises, and the value of ``rows`` that all ranks use: with all kernels, and where rank 1 has numba alone."""
+def without_a_compiler(rank: int, size: int) -> list[tuple[list[str], str, str]]:
+    """What each lossy config raises, and ``rows`` and ``delta`` that all ranks use: with all kernels, and where rank 1 has numba alone."""
     numbers: tuple[dict[str, int], ...] = ({"mantissa": 3}, {"bits": 8}, {}, {"rate": 8})
     codecs = [{"codec": name, **more} for name, more in zip(("round", "int", "taco_fp8", "zfp"), numbers, strict=True)]
-    never = replace(DEFAULT, roles={"ep": "never"})
+    never = replace(DEFAULT, roles={"ep": "never"}, delta="off")
     found = []
     for missing in (False, True):
         if rank and missing:
@@ -122,16 +122,17 @@ def without_a_compiler(rank: int, size: int) -> list[tuple[list[str], str]]:
             except kernels.RouteUnavailable as error:
                 said.append(str(error))
         assert start_up.with_all_kernels(never, backend._device()) == never
-        found.append((said, start_up.with_all_kernels(DEFAULT, backend._device()).rows))
+        config = start_up.with_all_kernels(DEFAULT, backend._device())
+        found.append((said, config.rows, config.delta))
     return found
 
 
 def test_one_rank_without_a_compiler_refuses_lossy_roles_everywhere() -> None:
-    """And sends no row frames: the ranks that have a compiler would wait for the rank without one."""
+    """And sends no row frames and no differences: the rank without a compiler could not read them."""
     answers = ranks.run(without_a_compiler, 2)
     assert answers[0] == answers[1]
-    everything, (said, rows) = answers[0]
-    assert everything == ([""] * 4, "auto") and rows == "off" and len(said) == 4
+    everything, (said, *features) = answers[0]
+    assert everything == ([""] * 4, "auto", "auto") and features == ["off", "off"] and len(said) == 4
     for text in said:
         assert text.startswith(f"ranks [1] lack the lossy codecs of the roles; {NUMBA_ALONE}")
         assert text.endswith(
@@ -139,19 +140,23 @@ def test_one_rank_without_a_compiler_refuses_lossy_roles_everywhere() -> None:
         )
 
 
-def test_the_line_about_rows(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    line = (
-        "[ds_zipccl] rows is off: ranks [1, 3] have no kernels of row frames; rank 1: no compiler; install a C++ compiler or a wheel of "
-        "ds_zipccl with its library\n"
+def test_the_lines_about_rows_and_differences(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lines = (
+        "[ds_zipccl] rows is off: ranks [1, 3] have no kernels of row frames; rank 1: no compiler\n"
+        "[ds_zipccl] delta is off: ranks [3] have no kernels of differences; rank 3: a reason\n"
     )
     monkeypatch.setattr(start_up, "group_state", lambda group: None)
     monkeypatch.setattr(start_up, "resolve_group", lambda group: group)
     monkeypatch.setattr(start_up.topology, "tell", lambda group, text: next(told))
     for rank in (1, 0):
         monkeypatch.setattr(torch.distributed, "get_rank", lambda rank=rank: rank)
-        told = iter([{0: "", 1: "", 3: ""}, {0: "", 1: "no compiler", 3: "another reason"}])
-        assert start_up.with_all_kernels(DEFAULT, backend._device()) == replace(DEFAULT, rows="off")
-        assert capsys.readouterr().out == ("" if rank else line)
+        told = iter(
+            [{0: "", 1: "", 3: ""}, {0: "", 1: "no compiler", 3: "another reason"}, {0: "", 1: "", 3: "a reason"}]
+        )
+        assert start_up.with_all_kernels(DEFAULT, backend._device()) == replace(DEFAULT, rows="off", delta="off")
+        assert capsys.readouterr().out == ("" if rank else lines)
 
 
 def test_the_canary_is_for_several_nodes(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,4 +1,4 @@
-"""Jobs in which kernels of one rank do not pass the self-test: they train with the bits of plain communication, and say why."""
+"""Jobs in which kernels of one rank fail the self-test, or are numba's: they train with the bits of plain communication, and say why."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from engines import SOURCES, ZERO3, Lab, bits, rank_program
+from engines import DIFFERENCE, FIRST, SOURCES, ZERO3, Lab, bits, rank_program
 from programs import launch, reference
 from test_engines_agreed import SECTION as OF_STREAMS
 from test_engines_agreed import SIZES
@@ -60,6 +60,10 @@ OFF = (
     "[ds_zipccl] coding is off: ranks [1] have no kernels for CPU tensors, and every call stays plain on all ranks; rank 1: no "
     "kernels for cpu tensors here."
 )
+DELTA_OFF = (
+    "[ds_zipccl] delta is off: ranks [1] have no kernels of differences; rank 1: no kernels for cpu tensors here. numba: it has no "
+    "encode_delta; install a C++ compiler or a wheel of ds_zipccl with its library"
+)
 #: What is planted in rank 1, the backend of its group, and the start of the lines that rank 0 prints; None: coded on all ranks.
 JOBS: dict[str, tuple[list[str], str, str | None]] = {
     "another backend takes over": (["native"], "", None),
@@ -100,7 +104,33 @@ def test_wrong_kernels_of_one_rank(job: str, tmp_path: Path) -> None:
     assert lines[0].startswith(said or "[ds_zipccl] rows is off: ranks [1] have no kernels of row frames"), output
 
 
+#: Kernels of rank 1 -> outcomes of gathers with a base after the first, and the first line of rank 0.
+RANK_1: dict[str, tuple[set[str], str]] = {
+    "": ({DIFFERENCE}, "[ds_zipccl"),
+    "numba": (set(), "[ds_zipccl] rows is off: ranks [1] have no kernels of row frames; rank 1: no kernels for cpu tensors here."),
+}  # fmt: skip
+
+
+def test_numba_alone_on_one_rank(tmp_path: Path) -> None:
+    """No rank sends differences, as rank 1 cannot read any; where it can, all later gathers are differences."""
+    plain = reference(__file__, 2, tmp_path, *CASES, sources=SOURCES)
+    for alone, (outcomes, said) in RANK_1.items():
+        folder = tmp_path / f"alone {alone}"
+        folder.mkdir()
+        environment = {"DS_ZIPCCL": json.dumps({**SECTION, "zero3_base": "host"}), "ALONE": alone}
+        coded = launch(__file__, 2, folder, *CASES, **environment)
+        for case in CASES:
+            assert bits(coded[case]) == bits(plain[case]), case
+            found = {outcome for rank in coded[case] for phase in rank["phases"] for outcome in phase["differences"]}
+            assert found - {FIRST} == outcomes, (case, alone)
+        lines = [line for line in (folder / "rank0.txt").read_text().splitlines() if line.startswith("[ds_zipccl")]
+        assert lines[0].startswith(said), lines
+        assert [line for line in lines if "delta is off" in line] == ([DELTA_OFF] if alone else [])
+
+
 if __name__ == "__main__":
+    if os.environ.get("ALONE") and os.environ["RANK"] == "1":
+        kernels.ROUTES["cpu"] = {name: kernels.ROUTES["cpu"][name] for name in os.environ["ALONE"].split()}
     if os.environ.get("BACKEND"):
         slots.install()
     if os.environ.get("PLANT") and os.environ["RANK"] == "1":

@@ -114,7 +114,7 @@ LEVELS = {"x86_64": ("avx512", "avx2"), "aarch64": ("neon",)}
 PORTABLE = "scalar"
 
 CPP = tuple(Variant("native", level) for level in (*LEVELS.get(platform.machine(), ()), PORTABLE))
-#: Those with row frames and lossy codecs; low-rank frames have the first of these alone.
+#: Those with differences, row frames and lossy codecs; low-rank frames have the first of these alone.
 COMPILED = (*CPP, *map(Variant, FOR_TESTS))
 ALL = (*CPP, Variant("numba"), *map(Variant, FOR_TESTS))
 #: One of each route that has no kernels of several instruction sets to compare.

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ds_zipccl import tensors
+from ds_zipccl.kernels import RouteUnavailable
 from ds_zipccl.sync import Receiver, Sender, SyncError, SyncErrorCode
 
 Code = SyncErrorCode
@@ -76,6 +77,21 @@ def test_every_dtype_as_a_difference_and_whole(device: str, base: str | None, ch
         changed = sum(part.numel() for part in frames)
         assert (changed < sum(tensor.nbytes for tensor in state.values()) / 20) is not full
     assert all(tensor.device.type == device for tensor in receiver.state.values())
+
+
+def test_kernels_without_differences() -> None:
+    """A sender with numba's kernels packs whole tensors; a receiver with them takes these alone, and stays as it was."""
+    state, senders = {"a": torch.randn(5000).bfloat16()}, (Sender(route="numba"), Sender())
+    receivers = [Receiver(route="numba") for _ in senders]
+    for made, receiver in zip(senders, receivers, strict=True):
+        receiver.apply(made.pack(state))
+    before = states.copy(state)
+    state["a"][7] += 1
+    states.assert_same(receivers[0].apply(senders[0].pack(state)), state)
+    with pytest.raises(RouteUnavailable, match=r"numba: it has no encode_delta; install a C\+\+ compiler"):
+        receivers[1].apply(senders[1].pack(state))
+    states.assert_same(receivers[1].state, before)
+    states.assert_same(receivers[1].apply(senders[1].pack(state, full=True)), state)
 
 
 def test_small_tensors_cost_bytes_and_not_headers() -> None:

@@ -42,7 +42,8 @@ def codings(args: argparse.Namespace, exponents: Coding, wanted: Iterable[str]) 
         if name == LOSSY:
             found[name] = Coding(profile, 8 * step.ITEMSIZE[args.dtype] / _lossy_bits(args, exponents)[0])
         elif name == CHANGED:
-            speed = (profile.encode, profile.decode) if args.profile else speeds.measured_differences()
+            unknown = args.profile or speeds.no_differences()
+            speed = (profile.encode, profile.decode) if unknown else speeds.measured_differences()
             copies = 2 if args.zero == 3 else 0  # ZeRO-1 and ZeRO-2 gather onto the base itself
             ratio = args.delta_ratio or speeds.delta_ratio(args.dtype)
             found[name] = Coding(cost_model.against_base(profile, *speed, copies), ratio)

@@ -16,6 +16,7 @@ from ds_zipccl.comm.bases.shared import BaseSlot
 AGREEMENT, GATHER = "agreement", "all_gather_into_tensor"
 #: Reasons for which shards go in full.
 NOTHING_THERE, SOMETHING_ELSE = "nothing was gathered there", "a rank holds something else"
+NO_KERNELS = "a rank has no kernels of differences"
 
 
 class Way(Enum):

@@ -5,7 +5,7 @@ By node, every shard enters each other node once; the ranks of a node then forwa
 A tensor may have changed only a little since an earlier gather. Then every rank first sends each owner the hash of the region in the
 owner's place. The owner sends a difference if it still has the shard of the last gather, and the hash of that shard equals the hashes of
 all ranks. Otherwise the owner's shard goes in full. A loaded checkpoint, an edited weight or new memory costs one full gather, never a
-wrong bit.
+wrong bit. A rank without kernels of differences sends zeros in place of hashes, and all shards go in full.
 A :class:`.in_place.Base` knows the memory of the base.
 """
 
@@ -16,11 +16,11 @@ from contextlib import contextmanager, nullcontext, suppress
 
 import torch
 
-from ds_zipccl import tensors
+from ds_zipccl import kernels, tensors
 from ds_zipccl.codecs.known import HASH_BYTES
 from ds_zipccl.comm.bases.in_place import Base
 from ds_zipccl.comm.bases.shared import BaseSlot
-from ds_zipccl.comm.bases.state import NOTHING_THERE, SOMETHING_ELSE
+from ds_zipccl.comm.bases.state import NO_KERNELS, NOTHING_THERE, SOMETHING_ELSE
 from ds_zipccl.comm.buffer_pool import PooledBuffers
 from ds_zipccl.comm.context import OpContext
 from ds_zipccl.comm.group_state import region_hash
@@ -160,7 +160,12 @@ def abandoning(ctx: OpContext, base: Base) -> Iterator[None]:
 
 def _objection(ctx: OpContext, last: torch.Tensor | None, places: Sequence[torch.Tensor]) -> str:
     """Return the reason why this rank's shard must go in full; "" if every rank holds the shard of the last gather. Uses exchange 0."""
-    answers = swap(ctx, 0, ctx.peers, (hashed(ctx, places[peer]) for peer in ctx.peers), HASH_BYTES)
+    lacks = kernels.lacking(lambda: kernels.delta_route(kernels.preferred(ctx.config.route, ctx.device), ctx.device))
+    none = tensors.filled(HASH_BYTES, 0, torch.uint8)
+    mine = none if lacks else (hashed(ctx, places[peer]) for peer in ctx.peers)
+    answers = swap(ctx, 0, ctx.peers, mine, HASH_BYTES)
+    if lacks or any(torch.equal(none, answer) for answer in answers.values()):
+        return NO_KERNELS
     if last is None:
         return NOTHING_THERE
     own = hashed(ctx, last)

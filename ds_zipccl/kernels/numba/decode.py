@@ -1,21 +1,17 @@
-"""Decoder of exponent and delta payloads in numba; see :mod:`.layout`. No byte is read before it is proven to lie in the payload."""
+"""Decoder of exponent payloads in numba; see :mod:`.layout`. No byte is read before it is proven to lie in the payload."""
 
 from __future__ import annotations
 
 import numpy as np
 
-from ds_zipccl.kernels.numba.delta import decode_change
-from ds_zipccl.kernels.numba.gap_list import decode_list
 from ds_zipccl.kernels.numba.layout import (
     ABOVE,
     BLOCK,
     CASCADE,
-    CHANGE,
     CHUNK_BLOCKS,
     FILL,
     INDEX,
     K_OF_CODE,
-    LIST_BIT,
     LOW_BITS,
     MAX_BLOCK,
     OK,
@@ -147,14 +143,7 @@ with kernel_cache():
         return OK
 
     @jit
-    def _takes_mode(mode, exponent, against):
-        """Whether blocks of such words have the mode, in a payload with a base or without."""
-        if mode == CHANGE:
-            return against
-        return mode <= RAW or (mode <= WIDE and exponent > 0)
-
-    @jit
-    def _decode_table(chunk, base, words, trims, exponent, mantissa, block):
+    def _decode_chunk(chunk, words, trims, exponent, mantissa, block):
         itemsize = itemsize_of(exponent, mantissa)
         blocks = (len(words) + block - 1) // block
         body = table_bytes(blocks, trims)
@@ -165,7 +154,7 @@ with kernel_cache():
         for b in range(blocks):
             mode = chunk[blocks + 2 * b + 1] >> (TAIL_BITS - 8)
             trim = np.int64(chunk[3 * blocks + b]) if trims else 0
-            if not _takes_mode(mode, exponent, len(base) > 0) or trim > mantissa:
+            if mode > WIDE or trim > mantissa:
                 return BLOCK
             tail += body_bytes(mode, min(block, len(words) - b * block), trim, mantissa, itemsize)
         for b in range(blocks):
@@ -191,8 +180,6 @@ with kernel_cache():
                 if tail_bytes:
                     return BLOCK
                 here.view(np.uint8)[:] = first[: len(here) * itemsize]
-            elif mode == CHANGE:
-                status = decode_change(second, base[b * block : (b + 1) * block], top, exponent, mantissa, here)
             elif mode == SPARSE:
                 status = _decode_sparse(second, top, trim, exponent, mantissa, here)
             else:
@@ -214,10 +201,9 @@ with kernel_cache():
         return value
 
     @jit
-    def decode(payload, base, trims, exponent, mantissa, block, words):
+    def decode(payload, trims, exponent, mantissa, block, words):
         """Decode ``payload`` to ``words``. Returns 0 or a FrameErrorCode; the words are then undefined.
 
-        ``base`` is empty for an exponent payload, and for a delta payload the words' base, which may be ``words`` itself.
         ``trims``: the tables have the trim of each block.
         """
         chunk_size = block * CHUNK_BLOCKS
@@ -225,22 +211,12 @@ with kernel_cache():
         at = pad16(4 * chunks)
         if at > len(payload):
             return INDEX
-        # Of an exponent payload all 32 bits are the offset.
-        flag = LIST_BIT if len(base) else np.int64(0)
         for chunk in range(chunks):
-            entry = _entry(payload, chunk)
-            end = 16 * (_entry(payload, chunk + 1) & ~flag) if chunk + 1 < chunks else len(payload)
-            if 16 * (entry & ~flag) != at or end < at or end > len(payload):
+            end = 16 * _entry(payload, chunk + 1) if chunk + 1 < chunks else len(payload)
+            if 16 * _entry(payload, chunk) != at or end < at or end > len(payload):
                 return INDEX
-            start, stop = chunk * chunk_size, (chunk + 1) * chunk_size
-            here, against, chunk_words = payload[at:end], base[start:stop], words[start:stop]
-            if entry & flag:
-                status = decode_list(here, against, exponent, mantissa, chunk_words)
-            elif len(base) and not len(here):
-                chunk_words[:] = against
-                status = OK
-            else:
-                status = _decode_table(here, against, chunk_words, trims, exponent, mantissa, block)
+            here = words[chunk * chunk_size : (chunk + 1) * chunk_size]
+            status = _decode_chunk(payload[at:end], here, trims, exponent, mantissa, block)
             if status != OK:
                 return status
             at = end

@@ -1,21 +1,17 @@
-"""Encoder of exponent and delta payloads in numba; see :mod:`.layout`."""
+"""Encoder of exponent payloads in numba; see :mod:`.layout`."""
 
 from __future__ import annotations
 
 import numpy as np
 
-from ds_zipccl.kernels.numba.delta import LEVELS, encode_change
-from ds_zipccl.kernels.numba.gap_list import LIST, SHORTER, TABLE, plan_list, write_list
 from ds_zipccl.kernels.numba.layout import (
     ABOVE,
     CASCADE,
     CASCADE_BIAS,
-    CHANGE,
     CHUNK_BLOCKS,
     CODE_OF_K,
     FALLBACK_BIAS,
     FILL,
-    LIST_BIT,
     LOW_BITS,
     MAX_BLOCK,
     RAW,
@@ -130,23 +126,10 @@ with kernel_cache():
         return second + _encode_elements(CASCADE, exponents, m, top, tail[tier1:second], tail[second:], codes)
 
     @jit
-    def _encode_bytes(words, body, tail):
-        """As _encode_block for words that are bytes."""
-        n = len(words)
-        if (words == words[0]).all():
-            tail[0] = words[0]
-            return FILL, 0, 0, 0, 1 if words[0] else 0
-        body[:n] = words
-        body[n : pad16(n)] = 0
-        return RAW, 0, 0, pad16(n), 0
-
-    @jit
     def _encode_block(words, wanted, trims, exponent, mantissa, body, tail, exponents, codes, values):
         """FORMAT.md section 3; ``tail`` is zeroed, the last three are scratch. Returns mode, top, trim, body bytes, tail bytes."""
         n = len(words)
         itemsize = itemsize_of(exponent, mantissa)
-        if exponent == 0:
-            return _encode_bytes(words, body, tail)
         zeros = total = largest = np.int64(0)
         differs = any_bit = words[0] ^ words[0]
         for i in range(n):
@@ -196,24 +179,8 @@ with kernel_cache():
         return RAW, 0, 0, raw, 0
 
     @jit
-    def _encode_against(words, base, trims, exponent, mantissa, body, tail, exponents, codes, values):
-        """Encode a block of a delta payload; arguments and result as for _encode_block."""
-        top, size = encode_change(words, base, exponent, mantissa, tail)
-        # Without a base, a block of words that are not all equal takes a zero map or two planes of exponents at least.
-        if size == 0 or (words.min() != words.max() and size <= plane_bytes(len(words))):
-            return CHANGE, top, 0, 0, size
-        change = tail[:size].copy()
-        tail[:] = 0
-        form = _encode_block(words, CASCADE, trims, exponent, mantissa, body, tail, exponents, codes, values)
-        if form[0] == FILL or form[3] + form[4] <= size:
-            return form
-        tail[:] = 0
-        tail[:size] = change
-        return CHANGE, top, 0, 0, size
-
-    @jit
-    def _encode_table(words, base, wanted, trims, exponent, mantissa, block, out):
-        """Encode a chunk with a table to the start of ``out``; ``base`` is empty for an exponent payload. Returns its bytes."""
+    def _encode_chunk(words, wanted, trims, exponent, mantissa, block, out):
+        """Encode a chunk to the start of ``out``. Returns its bytes."""
         itemsize = itemsize_of(exponent, mantissa)
         tails = np.empty(CHUNK_BLOCKS * block * itemsize, dtype=np.uint8)
         tail = np.zeros(8 * block + 64, dtype=np.uint8)
@@ -228,15 +195,9 @@ with kernel_cache():
         tails_end = 0
         for b in range(blocks):
             here = words[b * block : (b + 1) * block]
-            if len(base):
-                before = base[b * block : (b + 1) * block]
-                mode, top, trim, size, tail_bytes = _encode_against(
-                    here, before, trims, exponent, mantissa, body, tail, exponents, codes, values
-                )
-            else:
-                mode, top, trim, size, tail_bytes = _encode_block(
-                    here, wanted, trims, exponent, mantissa, body, tail, exponents, codes, values
-                )
+            mode, top, trim, size, tail_bytes = _encode_block(
+                here, wanted, trims, exponent, mantissa, body, tail, exponents, codes, values
+            )
             out[b] = top
             out[blocks + 2 * b] = tail_bytes & 255
             out[blocks + 2 * b + 1] = mode << (TAIL_BITS - 8) | tail_bytes >> 8
@@ -252,41 +213,18 @@ with kernel_cache():
         return at + pad16(tails_end)
 
     @jit
-    def encode(words, base, wanted, trims, exponent, mantissa, block, out):
-        """Encode ``words`` to ``out`` (payload_bound() bytes). Returns the payload's bytes.
+    def encode(words, wanted, trims, exponent, mantissa, block, out):
+        """Encode ``words`` in mode ``wanted``, CASCADE or WIDE, to ``out`` (payload_bound() bytes). Returns the payload's bytes.
 
-        ``base`` is empty for an exponent payload in mode ``wanted``, CASCADE or WIDE, and for a delta payload the words' base.
         ``trims``: the tables have the trim of each block.
         """
-        itemsize = itemsize_of(exponent, mantissa)
         chunk_size = block * CHUNK_BLOCKS
         chunks = (len(words) + chunk_size - 1) // chunk_size
-        most = chunk_size // 4 + 1 if len(base) else 0
-        places = np.empty(most, dtype=np.int64)
-        sizes = np.empty(most, dtype=np.int64)
-        negative = np.empty(most, dtype=np.uint8)
-        gaps = np.empty(LEVELS * most, dtype=np.int64)
-        counts = np.zeros(LEVELS, dtype=np.int64)
-        params = np.zeros(LEVELS, dtype=np.int64)
         at = pad16(4 * chunks)
         out[:at] = 0
         for chunk in range(chunks):
-            part = words[chunk * chunk_size : (chunk + 1) * chunk_size]
-            before = base[chunk * chunk_size : (chunk + 1) * chunk_size]
-            form, list_bytes, size = TABLE, 0, 0
-            if len(base):
-                form, list_bytes = plan_list(
-                    part, before, exponent, mantissa, block, places, sizes, negative, gaps, counts, params
-                )
-            if form in (TABLE, SHORTER):
-                size = _encode_table(part, before, wanted, trims, exponent, mantissa, block, out[at:])
-                if form == SHORTER and list_bytes <= size:
-                    form = LIST
-            if form == LIST:
-                size = list_bytes
-                write_list(part, itemsize, places, sizes, negative, gaps, counts, params, out[at : at + size])
-            entry = at // 16 | (LIST_BIT if form == LIST else 0)
             for byte in range(4):
-                out[4 * chunk + byte] = entry >> 8 * byte & 255
-            at += size
+                out[4 * chunk + byte] = at // 16 >> 8 * byte & 255
+            part = words[chunk * chunk_size : (chunk + 1) * chunk_size]
+            at += _encode_chunk(part, wanted, trims, exponent, mantissa, block, out[at:])
         return at

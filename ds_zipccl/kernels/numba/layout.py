@@ -1,9 +1,8 @@
 """The readable reference of the payloads of FORMAT.md section 2, in numba; also the backend for machines without a compiler.
 
-This file has the tables and sizes that encoder and decoder share. :mod:`.encode` and :mod:`.decode` are the two; :mod:`.delta` codes the
-blocks that have a base, :mod:`.gap_list` the chunks in which little changed. Words are numpy uint8, uint16 or uint32 arrays, payloads are
-uint8 arrays. A float type is ``(E, M)``: exponent and mantissa bits; ``(0, 0)`` are words that are bytes. LLVM can vectorize the loops.
-Bit planes are written and read eight elements at a time, as bytes of a uint64.
+This file has the tables and sizes that encoder and decoder share. :mod:`.encode` and :mod:`.decode` are the two, of exponent payloads
+alone. Words are numpy uint8, uint16 or uint32 arrays, payloads are uint8 arrays. A float type is ``(E, M)``: exponent and mantissa bits.
+LLVM can vectorize the loops. Bit planes are written and read eight elements at a time, as bytes of a uint64.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ import numpy as np
 
 from ds_zipccl.kernels.build import BuildError, cache_root
 
-FILL, RAW, CASCADE, SPARSE, WIDE, CHANGE = range(6)
+FILL, RAW, CASCADE, SPARSE, WIDE = range(5)
 OK, INDEX, BLOCK = 0, 11, 12  # FrameErrorCode
 CHUNK_BLOCKS = 16
 MAX_BLOCK = 1024
@@ -28,8 +27,6 @@ TIERS = 4
 ABOVE = 3  # k of the window's top
 ZERO_CODE = 2  # of the last tier: exponent field 0
 TAIL_BITS = 13
-#: In a chunk's entry in the index of a delta payload.
-LIST_BIT = np.int64(1 << 31)
 #: Eighths of a binade: for CASCADE (and SPARSE), for WIDE, and for WIDE in the place of CASCADE.
 CASCADE_BIAS, WIDE_BIAS, FALLBACK_BIAS = 23, 20, 28
 #: Codes as in FORMAT.md 2.1: tier -> the k of code 0, 1, 2, ...; the last tier's code 2 is the exponent 0.
@@ -100,8 +97,8 @@ with kernel_cache():
 
     @jit
     def itemsize_of(exponent, mantissa):
-        """Bytes of a word: sign, exponent and mantissa, or a byte without any of them."""
-        return (8 + exponent + mantissa) // 8
+        """Bytes of a word: sign, exponent and mantissa."""
+        return (1 + exponent + mantissa) // 8
 
     @jit
     def plane_bytes(n):
