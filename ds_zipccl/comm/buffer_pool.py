@@ -1,17 +1,13 @@
-"""A pool of memory for frames: touching fresh memory costs more than making a frame. And memories of earlier messages, with a limit."""
+"""A pool of memory for frames: touching fresh memory costs more than making a frame."""
 
 from __future__ import annotations
 
 import threading
-from collections import OrderedDict, deque
-from typing import Generic, TypeVar
+from collections import deque
 
 import torch
 
 from ds_zipccl import tensors
-
-_K = TypeVar("_K")
-_V = TypeVar("_V")
 
 #: Free memory kept for later, per process (seed, bytes: the frames of two all-reduces of 64 MiB).
 KEEP_BYTES = 256 << 20
@@ -114,34 +110,3 @@ class PooledBuffers:
     def _lose(blocks: list[torch.Tensor]) -> None:
         while blocks:
             POOL.lose(blocks.pop())
-
-
-class Latest(Generic[_K, _V]):
-    """Entries of earlier messages by key, each with its bytes, the oldest first."""
-
-    def __init__(self) -> None:
-        self._found: OrderedDict[_K, tuple[int, _V]] = OrderedDict()
-        self.nbytes = 0
-
-    def get(self, key: _K) -> _V | None:
-        """Return the entry of a key, None without one."""
-        return self._found.get(key, (0, None))[1]
-
-    def put(self, key: _K, entry: _V, nbytes: int, most: int) -> list[_V]:
-        """Remember an entry of ``nbytes``, now the latest. The oldest ones are dropped while all take more than ``most`` bytes; return
-        those."""
-        self.drop(key)
-        self._found[key] = nbytes, entry
-        self.nbytes += nbytes
-        gone = []
-        while self.nbytes > most:
-            _, (oldest, dropped) = self._found.popitem(last=False)
-            self.nbytes -= oldest
-            gone.append(dropped)
-        return gone
-
-    def drop(self, key: _K) -> _V | None:
-        """Forget the entry of a key, if there is one, and return it."""
-        nbytes, entry = self._found.pop(key, (0, None))
-        self.nbytes -= nbytes
-        return entry

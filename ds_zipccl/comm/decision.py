@@ -193,8 +193,6 @@ def decide_message(op: str, tensor: torch.Tensor, state: GroupState, config: Zip
     if config.mode_of(role) != "auto":
         return admitted
     profile = link_profile(state, tensor.device.type)
-    if profile is not None and not cost_model.send_may_gain(
-        2 * tensor.numel(), torch.bfloat16, profile, config.staging
-    ):
+    if profile is not None and not cost_model.send_may_gain(tensor.numel(), profile, config.staging):
         return Decision.passing(PassReason.LINK_IS_FASTER)
     return admitted

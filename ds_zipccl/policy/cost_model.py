@@ -312,32 +312,30 @@ def lossy_size(codec: LossyCodec, dtype: str, lossless_bits: float) -> LossySize
 
 # ---- sends -----------------------------------------------------------------------------------------------------------
 
-#: A send is worth a trial if its predicted time is below this share of the plain send's (seed: our message, where it falls back to
-#: raw, costs an announcement and a wait for it).
+#: A send is coded if its predicted time is below this share of the plain send's (seed: the model is right within 20%, and a coded message
+#: costs memory too).
 WORTH_BELOW = 0.85
 
 
-def send_may_gain(nbytes: int, dtype: Any, profile: LinkProfile, staging: int) -> bool:
-    """Return whether a send of ``nbytes`` goes as a coded message, which can fall back to raw. ``staging``: bytes of memory for
-    frames. Equal on both sides.
+def send_may_gain(numel: int, profile: LinkProfile, staging: int) -> bool:
+    """Return whether a send of ``numel`` elements is coded. ``staging``: bytes of memory for frames.
 
-    Raw, our message never beats a plain send. So the plain send is left where the model sees no clear gain.
+    Equal on both sides, whose dtypes may differ: the elements count as bf16.
     """
-    return send_seconds(nbytes, dtype, profile, staging) < WORTH_BELOW * profile.send_seconds(nbytes)
+    nbytes = _ITEMSIZE * numel
+    return send_seconds(nbytes, profile, staging) < WORTH_BELOW * profile.send_seconds(nbytes)
 
 
-def send_seconds(nbytes: int, dtype: Any, profile: LinkProfile, staging: int) -> float:
-    """Return the predicted seconds of a send in coded frames; of a dtype that is not coded, of one that the receiver knows already.
+def send_seconds(nbytes: int, profile: LinkProfile, staging: int) -> float:
+    """Return the predicted seconds of a send of bf16 in coded frames.
 
     Nothing hides compressing the first fragment and decompressing the last one. The announcement of several fragments takes as long as the
     smallest message.
     """
-    ratio = typical_ratio(dtype)
-    if ratio == 1.0:
-        return 2 * nbytes / profile.copy + profile.send_seconds(0)
-    piece = min(nbytes, _fragment_bytes(nbytes, dtype.itemsize, 2, staging))
+    piece = min(nbytes, _fragment_bytes(nbytes, _ITEMSIZE, 2, staging))
     announced = profile.send_seconds(0) if piece < nbytes else 0.0
-    rest = max(profile.send_seconds(nbytes / ratio), (nbytes - piece) / min(profile.encode, profile.decode))
+    on_wire = profile.send_seconds(nbytes / TYPICAL_RATIO["bfloat16"])
+    rest = max(on_wire, (nbytes - piece) / min(profile.encode, profile.decode))
     return announced + piece / profile.encode + rest + piece / profile.decode
 
 

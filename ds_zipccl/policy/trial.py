@@ -1,9 +1,8 @@
 """Trials: the turns that competing schedules take, and what their times mean. Pure: numbers in, numbers out.
 
-There are three clocks. A call is timed by :mod:`ds_zipccl.comm.tuner`: every candidate has its turns, and all ranks judge the agreed times.
+There are two clocks. A call is timed by :mod:`ds_zipccl.comm.tuner`: every candidate has its turns, and all ranks judge the agreed times.
 An optimizer step is timed on devices, where a call's own time would not show that decoding takes multiprocessors and memory from the model:
-windows of a few steps take turns between plain and coded data movement. A send is timed by its receiver, and its sender judges alone. The
-measurement of a link has turns too, of sizes.
+windows of a few steps take turns between plain and coded data movement. The measurement of a link has turns too, of sizes.
 
 All turns follow from numbers of calls and steps, and all judgements from agreed times: all ranks switch at the same one.
 """
@@ -13,9 +12,8 @@ from __future__ import annotations
 import math
 import statistics
 from abc import ABC, abstractmethod
-from collections import defaultdict, deque
+from collections import defaultdict
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from itertools import count
 from typing import NamedTuple, TypeVar
 
 #: Another candidate must take less than this share of the current candidate's time (seed: above the noise of medians of three).
@@ -95,12 +93,10 @@ def turns(candidates: Sequence[_T], rounds: int, in_a_row: int = 1) -> list[_T]:
     return [candidate for _ in range(rounds) for candidate in candidates for _ in range(in_a_row)]
 
 
-def choose(current: int | None, estimates: Sequence[float], below: float = HYSTERESIS) -> int:
+def choose(current: int, estimates: Sequence[float], below: float = HYSTERESIS) -> int:
     """Return the candidate with the shortest estimate in seconds (inf where unknown) if it takes less than ``below`` of the time of
-    ``current``, or if that is None. Otherwise, and if the estimate of ``current`` is unknown, return ``current``."""
+    ``current``. Otherwise, and if the estimate of ``current`` is unknown, return ``current``."""
     best = min(range(len(estimates)), key=estimates.__getitem__)
-    if current is None:
-        return best
     return best if estimates[best] < below * estimates[current] < math.inf else current
 
 
@@ -342,47 +338,6 @@ class StepTrial(Trial):
                 continue
             self.chosen = rival if better else self.chosen
             pause, windows, ahead = self.last.steps_to_probe(self.chosen), PROBE_WINDOWS, AHEAD_IN_PROBE
-
-
-# ---- sends -----------------------------------------------------------------------------------------------------------
-
-#: Times of each schedule that count, the latest ones (seed: their median bears three disturbed ones), and sends between two further trials.
-TRIAL_SENDS, SENDS_BETWEEN_TRIALS = 7, 64
-
-
-class SendTrial(Trial):
-    """The choice between coded (0) and raw (1) sends from one rank to another. The receiver reports times one by one, in any order, and
-    perhaps not at all. The sender judges alone.
-
-    ``sends``: turns so far. ``medians``: seconds of both schedules when they were judged last; empty before.
-    """
-
-    def __init__(self) -> None:
-        self.sends, self.medians = 0, list[float]()
-        self._seconds = [deque[float](maxlen=TRIAL_SENDS) for _ in range(2)]
-        super().__init__(0)
-
-    def _plan(self) -> Iterator[Turn]:
-        """Yield timed turns, and later one in :data:`SENDS_BETWEEN_TRIALS`. Both schedules take turns, first one first and then the other,
-        so that a slow change of the link meets both alike."""
-        for timed in count():
-            self.sends += 1
-            while timed >= 2 * TRIAL_SENDS and self.sends % SENDS_BETWEEN_TRIALS:
-                yield Turn(self.chosen)
-                self.sends += 1
-            yield Turn((0, 1, 1, 0)[timed % 4], timed=True)
-
-    def judge(self, reported: Sequence[tuple[int, float]]) -> bool:
-        """Choose by (schedule, seconds) of turns that were timed, if both schedules have enough times. Return whether the choice is new."""
-        for schedule, seconds in reported:
-            if 0 < seconds < math.inf:
-                self._seconds[schedule].append(seconds)
-        if min(map(len, self._seconds)) < TRIAL_SENDS:
-            return False
-        before = self.chosen if self.medians else None
-        self.medians = [statistics.median(times) for times in self._seconds]
-        self.chosen = choose(before, self.medians)
-        return self.chosen != before
 
 
 # ---- sizes of a measurement ------------------------------------------------------------------------------------------

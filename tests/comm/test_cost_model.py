@@ -247,25 +247,23 @@ def test_what_nothing_is_predicted_of_is_all_tried() -> None:
     assert tried(GATHER, line(1e-8), codec="raw") == ["plain", "raw frames"]
 
 
-def test_a_send_is_tried_where_frames_save_time() -> None:
+def test_a_send_is_coded_where_frames_save_time() -> None:
     """At 1 GB/s of link, a send of eight fragments hides most of the coding, and a send of one fragment nothing; bf16 saves a third. A
     clear gain is wanted: 15%."""
     nbytes, staging = 32 << 20, 64 << 20
-    for speed, coded, one, known in ((1.3e9, 0, 0, 0), (1.4e9, 1, 0, 0), (2.5e9, 1, 0, 1), (12e9, 1, 1, 1)):
+    for speed, coded, one in ((1.3e9, 0, 0), (1.4e9, 1, 0), (2.5e9, 1, 0), (12e9, 1, 1)):
         link = line(1e-9, speed)
-        assert cost_model.send_may_gain(nbytes, torch.bfloat16, link, staging) == coded, speed
-        assert cost_model.send_may_gain(1 << 20, torch.bfloat16, link, staging) == one, speed
-        assert cost_model.send_may_gain(nbytes, torch.int64, link, staging) == known, speed
+        assert cost_model.send_may_gain(nbytes // 2, link, staging) == coded, speed
+        assert cost_model.send_may_gain(1 << 19, link, staging) == one, speed
         alone = replace(line(2e-9, speed), one_way=0.5)  # a link that both directions of an exchange share
-        assert cost_model.send_may_gain(nbytes, torch.bfloat16, alone, staging) == coded, speed
+        assert cost_model.send_may_gain(nbytes // 2, alone, staging) == coded, speed
     link = line(1e-9, 8e9)
     piece = 4 << 20
     wanted = 2 * piece / 8e9 + nbytes / 1.5 * 1e-9 + 1e-9
-    assert cost_model.send_seconds(nbytes, torch.bfloat16, link, staging) == pytest.approx(wanted)
+    assert cost_model.send_seconds(nbytes, link, staging) == pytest.approx(wanted)
     one = 1 << 20
     wanted = 2 * one / 8e9 + one / 1.5 * 1e-9
-    assert cost_model.send_seconds(one, torch.bfloat16, link, staging) == pytest.approx(wanted), "one frame: no overlap"
-    assert cost_model.send_seconds(one, torch.bool, link, staging) == pytest.approx(2 * one / 8e9 + 1e-9)
+    assert cost_model.send_seconds(one, link, staging) == pytest.approx(wanted), "one frame: no overlap"
 
 
 def test_against_a_base_every_copy_counts() -> None:

@@ -1,20 +1,15 @@
-"""Sends and receives: bits, order, tags, sources, fragments, bad announcements, lost peers, and the choice of mode auto."""
+"""Sends and receives: bits, order, tags, sources, fragments, bad announcements, lost peers, and the rule of mode auto."""
 
 from __future__ import annotations
 
 import itertools
-import math
 import os
-import struct
 import time
-import zlib
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from types import SimpleNamespace
-from typing import Any
 
 import corpus
 import pytest
@@ -26,13 +21,14 @@ from moves import AUTO, CODED, filled
 from ds_zipccl import comm
 from ds_zipccl.comm import decision
 from ds_zipccl.comm.buffer_pool import POOL
-from ds_zipccl.comm.host.p2p import choice, message
-from ds_zipccl.comm.host.p2p.message import ANNOUNCEMENT_BYTES, Announcement, Body, parse_announcement
+from ds_zipccl.comm.host import messages
+from ds_zipccl.comm.host.messages import Announcement, parse_announcement
 from ds_zipccl.comm.ops import p2p
 from ds_zipccl.comm.transport.protocol import BODY_TAGS, TAGS_PER_RANGE, TagRange
 from ds_zipccl.comm.work import CommError
 from ds_zipccl.config import ZipcclConfig
-from ds_zipccl.policy import admission, trial
+from ds_zipccl.frame import HEADER_BYTES
+from ds_zipccl.policy import admission
 from ds_zipccl.policy.cost_model import LinkProfile
 from ds_zipccl.telemetry import counters
 
@@ -240,13 +236,13 @@ def matching(rank: int, ranks: int) -> None:
 
 def _slowly() -> None:
     """Let other threads run between two fragments of a send."""
-    post = message.Outgoing._send
+    post = messages.Outgoing._send
 
-    def slow(self: message.Outgoing, flat: torch.Tensor, tag: int) -> None:
+    def slow(self: messages.Outgoing, flat: torch.Tensor, tag: int) -> None:
         time.sleep(1e-3)
         post(self, flat, tag)
 
-    message.Outgoing._send = slow  # type: ignore[method-assign]
+    messages.Outgoing._send = slow  # type: ignore[method-assign]
 
 
 def _send_many(rank: int, thread: int) -> None:
@@ -279,25 +275,24 @@ def memory_is_bounded(rank: int, ranks: int) -> None:
 
 #: Bytes of an announcement of 200000 bfloat16 -> bytes that are refused, and words of the refusal.
 BAD: dict[str, tuple[Callable[[bytearray], None], str]] = {
-    "version": (lambda content: content.__setitem__(4, 2), "version 2"),
+    "version": (lambda content: content.__setitem__(4, 1), "version 1"),
     "body": (lambda content: content.__setitem__(5, 7), "no announcement has them"),
     "dtype": (lambda content: content.__setitem__(6, 99), "no announcement has them"),
-    "report": (lambda content: content.__setitem__(7, 2), "no announcement has them"),
+    "reserved": (lambda content: content.__setitem__(7, 1), "no announcement has them"),
     "number": (lambda content: content.__setitem__(11, 255), "no announcement has them"),
-    "reserved": (lambda content: content.__setitem__(12, 1), "no announcement has them"),
     "padding": (lambda content: content.__setitem__(31, 1), "no announcement has them"),
 }
 
 
 @pytest.mark.parametrize("case", BAD)
 def test_bad_announcements_are_refused(case: str) -> None:
-    announcement = Announcement(Body.FRAMES, torch.bfloat16, 200000, BODY_TAGS - 1)
-    part = announcement.pack(torch.full((40,), 9, dtype=torch.uint8))
-    assert part.numel() == ANNOUNCEMENT_BYTES
+    announcement = Announcement(torch.bfloat16, 200000, BODY_TAGS - 1)
+    content = bytearray(announcement.packed())
+    assert len(content) == HEADER_BYTES, "any receive buffer holds it"
+    part = torch.frombuffer(content + bytes(8), dtype=torch.uint8)
     assert parse_announcement(part) == announcement
     assert announcement.tag < 1 << 31 and announcement.tag >= TagRange.BODY > TagRange.CALIBRATION
     change, words = BAD[case]
-    content = bytearray(part.numpy().tobytes())
     change(content)
     with pytest.raises(ValueError, match=words):
         parse_announcement(torch.frombuffer(content, dtype=torch.uint8))
@@ -318,12 +313,16 @@ OTHER_KINDS = [
 ]
 
 
+#: One side has one fragment and the other one two.
+FRAGMENTS_DIFFER = [((torch.complex128, 10_000), (torch.bfloat16, 80_000))]
+FRAGMENTS_DIFFER += [one[::-1] for one in FRAGMENTS_DIFFER]
+
+
 @runner.together(2)
 def receives_of_another_dtype_or_size(rank: int, ranks: int) -> None:
     """As over gloo: the message is the first bytes, and the others stay."""
-    for config, _, ((sent, numel), (received, more)) in itertools.product(
-        (CODED, MEASURED, ZipcclConfig(enabled=True)), range(2), OTHER_KINDS
-    ):
+    cases = [*itertools.product((CODED, MEASURED, ZipcclConfig(enabled=True)), OTHER_KINDS)]
+    for config, ((sent, numel), (received, more)) in [*cases, *itertools.product([PIECES], FRAGMENTS_DIFFER)]:
         if rank == 0:
             tensor = (torch.arange(numel) % 3).to(sent)
             dist.send(tensor, 1)
@@ -347,12 +346,12 @@ def shorter_receives(rank: int, ranks: int) -> None:
 
 def _damage(what: str) -> None:
     """Damage what this rank sends: the announcement, or the third frame of the body."""
-    calls, pack, compress = [0], Announcement.pack, message.FrameCoder.compress
+    calls, packed, compress = [0], Announcement.packed, messages.FrameCoder.compress
 
-    def damaged_pack(self: Announcement, buffer: torch.Tensor) -> torch.Tensor:
-        return pack(self._replace(numel=self.numel + 1), buffer)
+    def damaged_packed(self: Announcement) -> bytes:
+        return packed(self._replace(numel=self.numel + 1))
 
-    def damaged_frame(self: message.FrameCoder, flat: torch.Tensor, *more: object) -> torch.Tensor:
+    def damaged_frame(self: messages.FrameCoder, flat: torch.Tensor, *more: object) -> torch.Tensor:
         frame = compress(self, flat, *more)  # type: ignore[arg-type]
         calls[0] += 1
         if calls[0] == 3:
@@ -360,9 +359,9 @@ def _damage(what: str) -> None:
         return frame
 
     if what == "announcement":
-        Announcement.pack = damaged_pack  # type: ignore[method-assign]
+        Announcement.packed = damaged_packed  # type: ignore[method-assign]
     else:
-        message.FrameCoder.compress = damaged_frame  # type: ignore[method-assign]
+        messages.FrameCoder.compress = damaged_frame  # type: ignore[method-assign]
 
 
 @runner.together(2, "announcement")
@@ -395,13 +394,13 @@ def lost(rank: int, ranks: int, role: str) -> None:
 def _leave_after(frames: int) -> None:
     """Let this rank exit at its frame number ``frames``, sent or received."""
     name = ("compress", "decompress")[dist.get_rank()]
-    left, original = [frames], getattr(message.FrameCoder, name)
+    left, original = [frames], getattr(messages.FrameCoder, name)
 
     def exits(*arguments: object, **more: object) -> object:
         left[0] -= 1
         return original(*arguments, **more) if left[0] else os._exit(3)
 
-    setattr(message.FrameCoder, name, exits)
+    setattr(messages.FrameCoder, name, exits)
 
 
 @pytest.mark.parametrize("role", ["sender", "receiver"])
@@ -412,143 +411,6 @@ def test_a_lost_peer_is_named(monkeypatch: pytest.MonkeyPatch, role: str) -> Non
 
 
 MEASURED = ZipcclConfig(enabled=True, staging_mib=1)
-DELAY = 0.06  # seconds
-
-
-def ways() -> Counter[bool]:
-    """Count the ways of the sends of this rank from now on, raw or not."""
-    seen: Counter[bool] = Counter()
-    next_way = choice.next_way
-
-    def noted(*arguments: Any) -> choice.Way:
-        way = next_way(*arguments)
-        seen[way.raw] += 1
-        return way
-
-    choice.next_way = noted  # type: ignore[assignment]
-    return seen
-
-
-def choose(rank: int, ranks: int, slow: str, numel: int) -> tuple[Counter[bool], list[str]]:
-    """40 sends where one way, or the reports, are slow or bad at the receiver; the ways after the trials, and the choices."""
-    if rank == 1:
-        _plant(slow)
-    tensor = torch.randn(numel).bfloat16()
-    seen = Counter[bool]()
-    for number in range(40):
-        if number == 2 * trial.TRIAL_SENDS + 2:
-            seen = ways()
-        if rank == 0:
-            comm.send(tensor, 1, config=MEASURED, role="pp")
-            time.sleep(1e-3)  # for the report of the last trial
-        else:
-            got = torch.zeros_like(tensor)
-            comm.recv(got, 0, config=MEASURED, role="pp")
-            assert torch.equal(got, tensor)
-    return seen, [text for row in counters.rows() for text, _ in row["choices"].values()]
-
-
-def _plant(what: str) -> None:
-    """Make a way slow for this receiver, or its reports useless."""
-    name = {"coded": "_take_frames", "raw": "_take_bytes"}.get(what)
-    if name is not None:
-        take = getattr(message.Incoming, name)
-
-        def slow(*arguments: Any) -> None:
-            time.sleep(DELAY)
-            take(*arguments)
-
-        setattr(message.Incoming, name, slow)
-        return
-    send = choice.report
-
-    def report(ctx: Any, peer: int, number: int, seconds: float) -> None:
-        if what == "nonsense":
-            send(ctx, peer, number, (math.nan, math.inf, -1.0, 0.0)[number % 4])
-        elif what == "another number":
-            content = choice._LAYOUT.pack(choice._MAGIC, number + 1, seconds)
-            _raw_report(ctx, peer, number, content + struct.pack("<I", zlib.crc32(content)))
-        elif what == "checksum":
-            _raw_report(ctx, peer, number, choice._LAYOUT.pack(choice._MAGIC, number, seconds) + bytes(4))
-
-    assert what in ("lost", "nonsense", "another number", "checksum")
-    choice.report = report
-
-
-def _raw_report(ctx: Any, peer: int, number: int, content: bytes) -> None:
-    buffer = torch.frombuffer(bytearray(content), dtype=torch.uint8)
-    handle = ctx.transport.post_send(buffer, peer, choice.TagRange.REPORT + number)
-    ctx.state.of(choice._Memory).reports.append((handle, buffer))
-
-
-@pytest.mark.parametrize("numel", [40_000, pytest.param(300_000, marks=pytest.mark.full(reason="as of one fragment"))])
-@pytest.mark.parametrize("slow", ["coded", "raw"])
-def test_the_receivers_times_choose(slow: str, numel: int) -> None:
-    (seen, choices), _ = runner.run(choose, 2, slow, numel)
-    wanted = slow == "coded"
-    assert seen[wanted] == 40 - 2 * trial.TRIAL_SENDS - 2 and not seen[not wanted], (seen, choices)
-    (text,) = choices
-    assert text.startswith(f"{'raw' if wanted else 'coded'} from send"), text
-
-
-@pytest.mark.full(reason="four runs of 40 sends; the choice itself is in the short tier")
-@pytest.mark.parametrize("what", ["lost", "nonsense", "another number", "checksum"])
-def test_without_reports_sends_stay_coded(what: str) -> None:
-    (seen, choices), _ = runner.run(choose, 2, what, 300_000, timeout=60)
-    assert not seen[True] and seen[False] and not choices, (seen, choices)
-
-
-@runner.together(2)
-def nobody_waits_for_a_report(rank: int, ranks: int) -> None:
-    """60 sends before the first receive: nobody waits for a report."""
-    tensors = [torch.full((100_000,), float(number)).bfloat16() for number in range(60)]
-    if rank == 0:
-        works = [comm.isend(tensor, 1, config=MEASURED) for tensor in tensors]
-        dist.barrier()
-        for work in works:
-            work.wait()
-    else:
-        dist.barrier()
-        for tensor in tensors:
-            got = torch.zeros_like(tensor)
-            comm.recv(got, 0, config=MEASURED)
-            assert torch.equal(got, tensor)
-
-
-@runner.together(2)
-def trials_do_not_need_the_receivers_wait(rank: int, ranks: int) -> None:
-    """Both ranks wait for their sends first: a trial must not need the receiver's wait()."""
-    for numel in (40_000, 300_000):
-        for number in range(2 * trial.TRIAL_SENDS + 2):
-            tensor, got = torch.full((numel,), float(number)).bfloat16(), torch.zeros(numel).bfloat16()
-            sending, receiving = (
-                comm.isend(tensor, 1 - rank, config=MEASURED),
-                comm.irecv(got, 1 - rank, config=MEASURED),
-            )
-            assert sending.wait() and receiving.wait() and torch.equal(got, tensor)
-
-
-def test_trials_take_turns() -> None:
-    sends = trial.SendTrial()
-    turns = [sends.next_turn() for _ in range(299)]
-    found = "".join("cu"[turn.schedule] if turn.timed else "." for turn in turns)
-    first, rest = found[: 2 * trial.TRIAL_SENDS], found[2 * trial.TRIAL_SENDS :]
-    assert sorted(first) == ["c"] * trial.TRIAL_SENDS + ["u"] * trial.TRIAL_SENDS
-    assert first[:6] == "cuuccu" and sorted(rest.replace(".", "")) == ["c", "c", "u", "u"], found
-
-
-def test_noise_does_not_move_the_choice() -> None:
-    """Of coded and raw sends: the first choice is the faster one, a later one must be clearly faster; times that cannot be do not count."""
-    sends = trial.SendTrial()
-    for coded, raw, judged, chosen in (
-        (2.0, 1.9, True, 1),
-        (1.85, 1.9, False, 1),
-        (1.8, 1.9, True, 0),
-        (1.8, 1.75, False, 0),
-    ):
-        reported = [(0, coded), (1, raw), (0, math.nan), (1, math.inf), (0, -1.0), (1, 0.0)] * trial.TRIAL_SENDS
-        assert (sends.judge(reported), sends.chosen) == (judged, chosen)
-    assert not trial.SendTrial().judge([(0, 2.0)] * trial.TRIAL_SENDS + [(1, 1.0)] * (trial.TRIAL_SENDS - 1))
 
 
 @runner.together(2, full="it sleeps beyond a timeout")

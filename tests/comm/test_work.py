@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import json
 import os
@@ -32,9 +31,8 @@ from ds_zipccl import comm
 from ds_zipccl.comm import work
 from ds_zipccl.comm.device.streams import StreamWork, streams_of
 from ds_zipccl.comm.group_state import group_state
-from ds_zipccl.comm.host import frames, pipeline
+from ds_zipccl.comm.host import frames
 from ds_zipccl.comm.host.gather import SharedBase
-from ds_zipccl.comm.host.p2p import known
 from ds_zipccl.comm.transport.protocol import TAGS_PER_COLLECTIVE, TagRange
 from ds_zipccl.config import ZipcclConfig
 from ds_zipccl.lossy import Round
@@ -369,35 +367,7 @@ def to_peer(make: Callable[[], torch.Tensor], rank: int, config: ZipcclConfig = 
         waiting.wait()
         arrived = weakref.ref(got)
         del handle, waiting, got
-        assert arrived() is None or config is AUTO  # there a thread has received it, which may not have let it go yet
-
-
-def dropped(rank: int) -> None:
-    """The program forgets a handle; the next receive of the channel ends it first."""
-    forgotten = torch.zeros_like(side())
-    sends = [comm.isend(side(seed), 1 - rank, config=CODED) for seed in (1, 2, 2)]
-    comm.irecv(forgotten, 1 - rank, config=CODED)
-    for _ in range(2):
-        got = torch.zeros_like(side())
-        comm.recv(got, None, config=CODED) if rank else comm.recv(got, 1 - rank, config=CODED)
-        assert torch.equal(got, side(2))
-    assert torch.equal(forgotten, side(1)) or rank  # from any rank: a channel of its own
-    for handle in sends:
-        handle.wait()
-
-
-def refused(rank: int) -> None:
-    """A receive that fails: the receiver has lost its copy. The last failed exchanges of a process are kept, see pipeline.abandon."""
-    to_peer(side, rank)
-    state = group_state(None)
-    assert state is not None
-    known.inbox(state, 0).copies(1 - rank)._found.pop((torch.int64, NUMEL))
-    handle = comm.isend(side(), 1 - rank, config=CODED)
-    with contextlib.suppress(comm.CommError):
-        comm.recv(torch.zeros_like(side()), 1 - rank, config=CODED)
-        raise AssertionError("taken")
-    handle.wait()
-    pipeline._abandoned.clear()
+        assert arrived() is None
 
 
 def batch(rank: int) -> None:
@@ -443,8 +413,6 @@ PROGRAMS: dict[str, Callable[[int], None]] = {
     "p2p of floats": partial(to_peer, floats),
     "p2p in mode auto": partial(to_peer, floats, config=AUTO),
     "p2p with a shadow": partial(to_peer, side, config=SHADOWED),
-    "a dropped handle": dropped,
-    "a refused receive": refused,
     "batch": batch,
     "in place": in_place,
     "bases of the host": partial(differences, kind="host"),

@@ -16,10 +16,9 @@ from ds_zipccl.comm.buffer_pool import POOL
 from ds_zipccl.comm.context import Call, OpContext
 from ds_zipccl.comm.engine import Engine
 from ds_zipccl.comm.group_state import GroupState, group_nodes, resolve_group
-from ds_zipccl.comm.host import exchange, gather, parameters, sums
+from ds_zipccl.comm.host import exchange, gather, messages, parameters, sums
 from ds_zipccl.comm.host.cached import CachedParameter
 from ds_zipccl.comm.host.checks import compare_on_all_ranks, telling_failures
-from ds_zipccl.comm.host.p2p import message
 from ds_zipccl.comm.lossy.frames import LossyFrames
 from ds_zipccl.comm.request import Post, Request, copy_back, logical_order, memory_order, shadow_of
 from ds_zipccl.comm.transport import TRANSPORTS
@@ -112,10 +111,10 @@ class MessageEngine(Engine):
         return work.start(request.op, request.outputs, job)
 
     def send(self, post: Post, *, bounded: bool) -> work.Work:
-        return message.send(post, bounded=bounded)
+        return messages.send(post, bounded=bounded)
 
     def receive(self, post: Post, *, blocking: bool) -> work.Work:
-        return message.receive(post, blocking=blocking)
+        return messages.receive(post, blocking=blocking)
 
     def parameter(self, name: str, numel: int, dtype: torch.dtype | None, trained: bool) -> GatheredParameter:
         return CachedParameter(name, numel, dtype, trained=trained)

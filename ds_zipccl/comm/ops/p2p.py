@@ -1,7 +1,8 @@
 """send, recv, isend, irecv: a message for each tensor, matched by peer and the caller's tag, in order.
 
 Sender and receiver of a compressed message must have the same config and as many elements. As with gloo, the receiver's dtype may be
-another, and its tensor longer where that too has `min_bytes`: the message is the first bytes, and the others stay.
+another, and its tensor longer where that too is coded, by `min_bytes` and the speed of the link: the message is the first bytes, and the
+others stay.
 """
 
 from __future__ import annotations
@@ -88,8 +89,8 @@ def irecv(
 ) -> Any:
     """``torch.distributed.irecv``: posts the receive. With ``src`` and ``group_src`` None, a message from any rank is received.
 
-    A tensor of one fragment is decompressed in the first ``wait()``. A larger tensor, and in mode auto every one, is received in the
-    background, because its sender may block before the program here comes to ``wait()``.
+    A tensor of one fragment is decompressed in the first ``wait()``. A larger tensor is received in the background, because its sender may
+    block before the program here comes to ``wait()``.
     """
     post = _post("recv", tensor, group, tag, (src, group_src), **options)
     return dist.irecv(tensor, src, group, tag) if post is None else _recv(post, blocking=False)

@@ -34,8 +34,6 @@ class TagRange(IntEnum):
     CALIBRATION = SHADOW + TAGS_PER_RANGE
     #: A tag for the body of each announced send, by the number of the send. The range lies in the unused part of the one before.
     BODY = CALIBRATION + TAGS_PER_RANGE // 2
-    #: A tag for the report on each announced send, by the number of the send, from the receiver to the sender.
-    REPORT = BODY + BODY_TAGS
 
 
 class Transport(Protocol):

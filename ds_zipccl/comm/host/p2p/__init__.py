@@ -1,1 +1,0 @@
-"""Sends and receives between two ranks."""
