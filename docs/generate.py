@@ -147,10 +147,7 @@ def nccl() -> str:
     """The sentence on NCCL groups: first of all a user's loss."""
     cells = [cell(column, "cuda", "nccl") for column in TRAFFIC]
     if set(cells) == {PASSES}:
-        return (
-            "**NCCL groups, the default on GPUs, gain nothing yet: their traffic passes through.** CUDA tensors are coded on gloo "
-            "groups only."
-        )
+        return "**NCCL groups, the default on GPUs, gain nothing yet: their traffic passes through.**"
     return (
         "**No network of GPUs has run the schedules of NCCL groups yet.** On one H200, which 2 and 4 ranks shared, also as two nodes with "
         "1 or 10 Gbit/s between them, and on a simulated GPU every bit was right. Each job proves them first: until four optimizer steps "

@@ -30,7 +30,8 @@ class BufferPool:
         """Return a block of at least ``nbytes``, uint8, contents undefined. The caller is in inference mode."""
         size = _rounded(nbytes)
         with self._lock:
-            self.count(size)
+            self._used_bytes += size
+            self.peak = max(self.peak, self._used_bytes)
             for at in range(len(self._free) - 1, -1, -1):
                 if self._free[at].numel() == size:
                     block = self._free[at]
@@ -38,12 +39,6 @@ class BufferPool:
                     self._free_bytes -= size
                     return block
         return tensors.empty(size, torch.uint8)
-
-    def count(self, nbytes: int) -> None:
-        """Count bytes in use that are not of this pool; :meth:`lose` ends their use."""
-        with self._lock:
-            self._used_bytes += nbytes
-            self.peak = max(self.peak, self._used_bytes)
 
     def lose(self, block: torch.Tensor) -> None:
         """Count a block as no longer in use; the pool does not use the block again."""
@@ -77,20 +72,13 @@ class PooledBuffers:
 
     def __init__(self) -> None:
         self._blocks: list[torch.Tensor] = []
-        self._pinned: list[torch.Tensor] = []  # of torch's own pool
 
     def take(self, nbytes: int) -> torch.Tensor:
         """Return a 1-D uint8 tensor of ``nbytes``, contents undefined."""
         self._blocks.append(POOL.take(nbytes))
         return self._blocks[-1][:nbytes]
 
-    def take_pinned(self, nbytes: int) -> torch.Tensor:
-        """Return a 1-D uint8 tensor of ``nbytes``, as :func:`ds_zipccl.tensors.pinned`. Copies may be queued on it at its release."""
-        self._pinned.append(tensors.pinned(nbytes))
-        POOL.count(nbytes)
-        return self._pinned[-1]
-
-    def empty(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    def empty(self, numel: int, dtype: torch.dtype, device: torch.device = tensors.CPU) -> torch.Tensor:
         """Return a 1-D tensor of ``numel`` elements on ``device``, contents undefined."""
         if device.type != "cpu":  # torch pools the memory of other devices itself
             return tensors.empty(numel, dtype, device)
@@ -100,13 +88,7 @@ class PooledBuffers:
         """Give all blocks back; tensors taken from these buffers must not be used any more."""
         while self._blocks:
             POOL.give(self._blocks.pop())
-        self._lose(self._pinned)
 
     def __del__(self) -> None:
-        self._lose(self._blocks)
-        self._lose(self._pinned)
-
-    @staticmethod
-    def _lose(blocks: list[torch.Tensor]) -> None:
-        while blocks:
-            POOL.lose(blocks.pop())
+        while self._blocks:
+            POOL.lose(self._blocks.pop())

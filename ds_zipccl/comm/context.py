@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from ds_zipccl import kernels, tensors
 from ds_zipccl.comm.group_state import group_state, hash_key
-from ds_zipccl.comm.transport import TRANSPORTS, staging
+from ds_zipccl.comm.transport import TRANSPORTS
 from ds_zipccl.comm.transport.protocol import TAGS_PER_COLLECTIVE, TagRange
 from ds_zipccl.comm.work import CommError
 from ds_zipccl.config import ZipcclConfig
@@ -97,8 +97,7 @@ class OpContext(Call):
 
     ``rank``, ``peers`` and all ranks in schedules are group ranks. ``peers`` is the order of receives, nearest lower rank first; gloo's
     ring adds in the same order. ``nodes``: the ranks by node where the schedule goes by node. ``codec``: the codec of frames without a
-    base. ``with_base``: frames may be differences. ``staging``: makes and reads the frames of tensors on a device whose memory the
-    transport does not take; None where there is none. ``hash_key``: see :func:`.group_state.hash_key`.
+    base. ``with_base``: frames may be differences. ``hash_key``: see :func:`.group_state.hash_key`.
 
     Args:
         tag: first tag; the group's next tags if None.
@@ -113,7 +112,6 @@ class OpContext(Call):
         config: ZipcclConfig,
         role: str,
         codec: str,
-        device: torch.device,
         *,
         tag: int | None = None,
         nodes: Sequence[Sequence[int]] = (),
@@ -123,21 +121,19 @@ class OpContext(Call):
     ) -> None:
         super().__init__(op, group, config, role)
         state = self.state
-        self.codec, self.device, self.with_base, self.nodes = codec, device.type, with_base, nodes
+        self.codec, self.with_base, self.nodes = codec, with_base, nodes
         self.peers = [(self.rank - step) % self.size for step in range(1, self.size)]
-        self.transport = TRANSPORTS[state.backend(self.device)](group)  # admission lets no other backend through
-        staged = self.transport.host_only and device.type in staging.STAGED
-        self.staging = staging.HostStaging(device, config.route) if staged else None
+        self.transport = TRANSPORTS[state.backend("cpu")](group)  # admission lets no other backend and device through
         self._tag = state.next_tag() if tag is None else tag
-        if sums and state.flushing is None and state.backend("cpu") == state.backend(self.device):
+        if sums and state.flushing is None:
             state.flushing = self.transport.ask_flushing()
         self._flushing = state.flushing
         if state.hash_key is None:
             state.hash_key = hash_key()
         self.hash_key = state.hash_key
-        if rows and self.staging is None and config.route not in state.row_kernels:
-            kernel_backend = kernels.preferred(config.route, self.device)
-            lacking = kernels.lacking(functools.partial(kernels.row_route, kernel_backend, self.device))
+        if rows and config.route not in state.row_kernels:
+            kernel_backend = kernels.preferred(config.route, "cpu")
+            lacking = kernels.lacking(functools.partial(kernels.row_route, kernel_backend, "cpu"))
             flag = tensors.of_numbers([bool(lacking)], torch.uint8)
             state.row_kernels[config.route] = Told(self, flag, "flags of row kernels", TagRange.CALIBRATION + 1).all
         self._row_kernels = state.row_kernels.get(config.route) if rows else None
@@ -153,14 +149,6 @@ class OpContext(Call):
         """Return the elements of each fragment of a tensor of ``numel`` elements, with ``exchanges`` exchanges in flight. The last
         fragment may be shorter."""
         return wire.fragment_numel(numel, itemsize, self.size, self.config.staging // exchanges)
-
-    def working(self) -> AbstractContextManager[None]:
-        """Return a context for the work on the operation's tensors, in any thread. Its end blocks until the work is done on a device too.
-
-        Raises:
-            CommError: at the end: a frame was refused.
-        """
-        return nullcontext() if self.staging is None else self.staging.working()
 
     def flushing_ranks(self) -> Sequence[bool]:
         """Return for each rank whether its backend flushes denormals in sums. Blocks until all ranks have begun their first sum.

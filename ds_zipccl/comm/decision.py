@@ -17,7 +17,6 @@ from ds_zipccl.comm import engine, topology
 from ds_zipccl.comm.context import OpContext
 from ds_zipccl.comm.group_state import GroupState, group_nodes, group_state, link_profile, resolve_group
 from ds_zipccl.comm.request import Request, TensorKind, unfit
-from ds_zipccl.comm.transport.staging import refuse_capture
 from ds_zipccl.comm.tuner import CallTimer, Tuner, TunersBySize
 from ds_zipccl.config import ZipcclConfig
 from ds_zipccl.ops import OPS
@@ -53,7 +52,7 @@ def decide(request: Request) -> Choice:
     Raises:
         ValueError: no tensors, an unknown role, or arguments that do not fit together. The rank with the bad arguments raises, before
             it sends.
-        CommError: the measured times of a rank did not arrive; or a graph is being captured, and frames cannot be in it.
+        CommError: the measured times of a rank did not arrive.
     """
     request.group = resolve_group(request.group)
     state = group_state(request.group)
@@ -101,24 +100,23 @@ def _follow_link(request: Request, state: GroupState, tuner: Tuner, seconds: flo
     """Correct the measured link of a group, once, if its plain collectives contradict it: the measurement may have met a bad moment. Then
     kinds of messages are decided on anew, and a tuner whose candidates follow from the old link goes. All ranks are at the same call, and
     the seconds are agreed."""
-    device, traffic = request.tensor.device.type, OPS[request.op].traffic
-    profile = _link(state, device)
+    traffic, profile = OPS[request.op].traffic, _link(state)
     if profile is None or request.numel is None or not traffic:
         return
-    if not state.corrected and tuner.nominal >= trial.LINK_BYTES:
+    if state.corrected is None and tuner.nominal >= trial.LINK_BYTES:
         predicted = cost_model.predict(traffic, "gloo", tuner.nominal, state.size, profile)
         factor = trial.link_error(predicted, seconds, met)
         if factor != 1:
-            state.corrected[device, state.backend(device)] = profile.slowed(factor)
-    if state.corrected and tuner.profile is not _link(state, device):
+            state.corrected = profile.slowed(factor)
+    if state.corrected is not None and tuner.profile is not state.corrected:
         memory = state.of(DecisionMemory)
         memory.decisions.clear()
         memory.tuners = {key: one for key, one in memory.tuners.items() if one is not tuner}
 
 
-def _link(state: GroupState, device: str) -> LinkProfile | None:
+def _link(state: GroupState) -> LinkProfile | None:
     """Return the profile by which collectives of a group are decided on."""
-    return state.corrected.get((device, state.backend(device))) or link_profile(state, device)
+    return state.corrected or link_profile(state)
 
 
 def _remembered(request: Request, kind: TensorKind, state: GroupState) -> tuple[Decision, Tuner | TunersBySize | None]:
@@ -149,7 +147,7 @@ def _decide(request: Request, message: Message, state: GroupState) -> tuple[Deci
         return admitted, None
     levels = topology.levels(group_nodes(group))
     competing = admission.candidates(message, config, exact=request.exact, levels=levels)
-    profile = _link(state, message.device)
+    profile = _link(state)
     competing = cost_model.prune_candidates(competing, message, profile)
     if len(competing) == 1:
         return competing[0], None
@@ -180,7 +178,6 @@ def decide_message(op: str, tensor: torch.Tensor, state: GroupState, config: Zip
 
     Raises:
         ValueError: frames cannot carry the tensor, see :func:`.request.unfit`.
-        CommError: a graph is being captured, and frames cannot be in it.
     """
     if tensors.is_traced(type(tensor)):
         return Decision.passing(PassReason.TRACED)
@@ -189,10 +186,9 @@ def decide_message(op: str, tensor: torch.Tensor, state: GroupState, config: Zip
         return admitted
     if problem := unfit(op, [tensor], [tensor] if op == "recv" else []):
         raise ValueError(f"{op}: {problem}")
-    refuse_capture(op, tensor.device)
     if config.mode_of(role) != "auto":
         return admitted
-    profile = link_profile(state, tensor.device.type)
+    profile = link_profile(state)
     if profile is not None and not cost_model.send_may_gain(tensor.numel(), profile, config.staging):
         return Decision.passing(PassReason.LINK_IS_FASTER)
     return admitted

@@ -35,11 +35,7 @@ class Engine:
 
     def passes_now(self, request: Request) -> PassReason | None:
         """Return why the plain collective executes an admitted call at this moment of the program; None where frames do. All ranks get
-        equal answers, however often they ask: nothing changes.
-
-        Raises:
-            CommError: the call is not possible now, by frames or plain.
-        """
+        equal answers, however often they ask: nothing changes."""
         return None
 
     def passed(self, request: Request, handle: Any, reason: str) -> None:
@@ -213,8 +209,7 @@ def calibrate(group: dist.ProcessGroup | None = None) -> LinkProfile:
 
     A collective: every rank of the group calls, while the group has no other operation in flight. Blocks for less than 2 s. A group
     without a measurement uses that of the default group. Without any measurement every schedule is tried, gathers do not go by node,
-    sums do not go in two levels, and sends are always compressed. Only the codec of CPU tensors is measured: tensors on other devices are
-    without a measurement.
+    sums do not go in two levels, and sends are always compressed.
 
     Raises:
         ValueError: the group has one rank, this rank is not in the group, or the group's CPU tensors do not go over gloo.
@@ -223,7 +218,7 @@ def calibrate(group: dist.ProcessGroup | None = None) -> LinkProfile:
     profile = calibration.measure(group)
     state = group_state(group)
     assert state is not None  # measure() has raised on a rank outside the group
-    state.profiles["cpu", state.backend("cpu")] = profile
+    state.profile = profile
     if group is None or group is dist.group.WORLD:
         find_nodes()
     return profile

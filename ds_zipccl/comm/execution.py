@@ -14,7 +14,6 @@ from ds_zipccl.comm import engine, work
 from ds_zipccl.comm.decision import Choice, decide
 from ds_zipccl.comm.group_state import group_size
 from ds_zipccl.comm.request import CallOptions, Request, copy_back, logical_order
-from ds_zipccl.comm.transport.staging import SideStream
 from ds_zipccl.ops import OPS
 from ds_zipccl.policy.admission import PassReason
 from ds_zipccl.telemetry import counters
@@ -112,10 +111,4 @@ def _plain_in_order(request: Request) -> Any:
     if not request.async_op:
         finish()
         return None
-    side = SideStream(request.tensor.device)
-
-    def job() -> None:
-        with side.current():
-            finish()
-
-    return work.start(request.op, request.outputs, job)
+    return work.start(request.op, request.outputs, finish)

@@ -35,10 +35,9 @@ class GroupState:
         self._objects: dict[type[Any], Any] = {}
         self.nodes: list[list[int]] | None = None
         self.places: dict[int, int] = {}  # of the default group: global rank -> node
-        #: By device and backend: the codec's speed is the device's.
-        self.profiles: dict[tuple[str, str], LinkProfile] = {}
+        self.profile: LinkProfile | None = None  # as measured
         #: What the group's collectives have shown of the link; for its collectives alone, as only their order is one on all ranks.
-        self.corrected: dict[tuple[str, str], LinkProfile] = {}
+        self.corrected: LinkProfile | None = None
         #: Of the default group: the sums of groups in stream order where `reduction` is auto, "fp32" or "plain"; set once, at configure.
         self.device_sums = "fp32"
         #: Of groups in stream order, by device and backend.
@@ -220,14 +219,13 @@ def nodes_of_job() -> Sequence[Sequence[int]]:
     return group_nodes(world)
 
 
-def link_profile(state: GroupState, device: str) -> LinkProfile | None:
-    """Return the measured profile of the link and of the codec of tensors on ``device``, equal on all ranks; None without a measurement.
-    Only CPU tensors are measured yet."""
-    key = device, state.backend(device)
-    if key in state.profiles:
-        return state.profiles[key]
+def link_profile(state: GroupState) -> LinkProfile | None:
+    """Return the measured profile of the link and of the codec of CPU tensors, equal on all ranks: that of the default group where the
+    group has none and the same backend; None without a measurement."""
     world = group_state(None)
-    return world.profiles.get(key) if world else None
+    if state.profile is not None or world is None or world.backend("cpu") != state.backend("cpu"):
+        return state.profile
+    return world.profile
 
 
 def device_profile(device: str) -> DeviceProfile | None:

@@ -104,14 +104,11 @@ class Reduction:
         buffers = PooledBuffers()
         parts = self._parts(spans, chunk, alike=len(set(flushes)) == 1)
         in_place = len(parts) == 1 and contributions.rank in parts[0][1][:2]
-        total = out if in_place else buffers.empty(out.numel(), out.dtype, out.device)
+        total = out if in_place else buffers.empty(out.numel(), out.dtype)
         if len(parts) == 1:
             _add_in_order(contributions, parts[0][1], total, total, flushes)
         else:
-            taken = [
-                contributions.take(rank, buffers.empty(out.numel(), out.dtype, out.device))
-                for rank in range(self._ranks)
-            ]
+            taken = [contributions.take(rank, buffers.empty(out.numel(), out.dtype)) for rank in range(self._ranks)]
             for span, (first, *rest) in parts:
                 part = total[span].copy_(taken[first][span])
                 for rank in rest:
@@ -157,8 +154,8 @@ def add_in_fp32(
     have arrived. ``out`` may be the memory of the own contribution. ``flushes[r]``: whether adding the contribution of rank r flushes
     denormals."""
     buffers = PooledBuffers()
-    total = buffers.empty(out.numel(), torch.float32, out.device)
-    _add_in_order(contributions, ranks, total, buffers.empty(out.numel(), out.dtype, out.device), flushes)
+    total = buffers.empty(out.numel(), torch.float32)
+    _add_in_order(contributions, ranks, total, buffers.empty(out.numel(), out.dtype), flushes)
     if divisor > 1:
         divide(total, divisor)
     out.copy_(total)

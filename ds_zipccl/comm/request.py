@@ -142,9 +142,9 @@ class Request:
             device, told = "" if tensor is None else tensor.device.type, self.options
             self.sum = arithmetic(device, self.sum, self.group, told.config, told.role, lossy is not None)
 
-    def call(self, codec: str) -> tuple[str, dist.ProcessGroup, ZipcclConfig, str, str, torch.device]:
+    def call(self, codec: str) -> tuple[str, dist.ProcessGroup, ZipcclConfig, str, str]:
         """Return the arguments that contexts of all kinds have."""
-        return self.op, resolve_group(self.group), self.options.config, self.options.role, codec, self.tensor.device
+        return self.op, resolve_group(self.group), self.options.config, self.options.role, codec
 
     def facts(self) -> tuple[str | None, int, bool, bool, LossyCodec | None, str]:
         """Return the fields of :class:`.admission.Message` from ``reduce_op`` on."""
@@ -245,14 +245,13 @@ class Post(NamedTuple):
 def may_change(lossy: object, tensor: torch.Tensor, group: dist.ProcessGroup | None, op: str, role: str) -> bool:
     """Return whether our schedules carry tensors like ``tensor`` lossily, equally on all ranks. Elsewhere the call goes exact, as without
     ``lossy``, and the reason is counted."""
-    state, device = group_state(group), tensor.device.type
-    if state is None:
+    if group_state(group) is None:
         return False
-    reason = admission.exact_because(tensor.dtype, device, state.backend(device))
-    if reason:
+    if tensor.dtype not in admission.CODED_DTYPES:
         counters.record_lossy(role, op, str(lossy), 1)  # the message counts as a frame
-        counters.record_exact(role, op, reason, 1)
-    return not reason
+        counters.record_exact(role, op, f"dtype {str(tensor.dtype).removeprefix('torch.')} is never lossy", 1)
+        return False
+    return True
 
 
 def is_small(tensor: torch.Tensor, config: ZipcclConfig) -> bool:

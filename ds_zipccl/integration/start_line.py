@@ -10,7 +10,6 @@ from functools import partial
 from types import MappingProxyType
 from typing import Any
 
-import torch
 from torch.distributed import distributed_c10d
 
 import ds_zipccl
@@ -104,7 +103,7 @@ def _backends(groups: Iterable[Group], device: str, reason_of: Callable[[str, Gr
 def _passes(device: str, config: ZipcclConfig, settled: Settled | None, backend: str, group: Group) -> str:
     """Return the reason why all tensors of a type of device pass through in a group, to follow the backend's name; "" if they do not."""
     if backend not in admission.CODED_BACKENDS.get(device, ()):
-        return ", for which there are no coded schedules yet"
+        return ", for which there are no coded schedules"
     if backend not in admission.STREAM_BACKENDS:
         return ""
     if config.nccl == "off":
@@ -135,7 +134,7 @@ def lossy_line(
     roles = "; ".join(config.lossy_roles[role].describe(role) for role in named)
     exact = [f"some calls of {role}, as {unhooked[role]}" for role in named if role in unhooked]
     hosts = [role for role in named if role == "pp" or isinstance(config.lossy_roles[role].codec, PowerSgd)]
-    if device not in admission.HOST_DEVICES:
+    if device != "cpu":
         exact += [f"{device} tensors of {role}, as sends and PowerSGD are lossy on CPUs alone" for role in hosts]
     found = _backends(groups, device, partial(_exact, device, config))
     exact += [f"{device} tensors over {name}, as {why}" for name, why in found if why]
@@ -157,13 +156,12 @@ def fused_line(config: ZipcclConfig) -> str:
 def _exact(device: str, config: ZipcclConfig, backend: str, group: Group) -> str:
     """Return the reason why no tensor of a type of device is lossy in a group; "" where tensors may be."""
     if backend not in admission.CODED_BACKENDS.get(device, ()):
-        return "there are no coded schedules for it yet"
+        return "there are no coded schedules for it"
     if backend in admission.STREAM_BACKENDS and config.nccl == "off":
         return '"nccl" is "off"'
     inside = backend in admission.STREAM_BACKENDS and group.nodes == 1
-    if inside and all(config.mode_of(role) == "auto" for role in config.lossy_roles):
-        return "they stay inside one node"
-    return admission.exact_because(torch.bfloat16, device, backend)
+    auto = all(config.mode_of(role) == "auto" for role in config.lossy_roles)
+    return "they stay inside one node" if inside and auto else ""
 
 
 def schedules(config: ZipcclConfig, settled: Settled, nodes: Sequence[Sequence[int]]) -> str:

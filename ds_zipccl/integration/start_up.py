@@ -20,7 +20,6 @@ from ds_zipccl.comm.transport import TRANSPORTS
 from ds_zipccl.config import ROLES, ZipcclConfig
 from ds_zipccl.integration import canary, hook_points, start_line
 from ds_zipccl.integration.job import Bypass, Job
-from ds_zipccl.policy import admission
 from ds_zipccl.policy.settled import Settled
 from ds_zipccl.telemetry import table
 from ds_zipccl.telemetry.step_log import StepLog
@@ -126,7 +125,7 @@ def with_all_kernels(config: ZipcclConfig, device: torch.device) -> ZipcclConfig
         ),
         (
             "delta",
-            config.delta != "off" and config.codec != "raw" and device.type in admission.HOST_DEVICES,
+            config.delta != "off" and config.codec != "raw" and device.type == "cpu",
             lambda: kernels.delta_route(host, "cpu"),
             "have no kernels of differences; {}",
         ),

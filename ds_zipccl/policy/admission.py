@@ -19,7 +19,7 @@ from ds_zipccl.role_settings import hint
 #: Reductions that our schedules compute (admission: other reductions are not sums of decompressed frames).
 CODED_REDUCE_OPS = ("SUM", "AVG")
 #: Backends with a schedule of ours, by device type (admission: the order of gloo's sums and its tag matching are known).
-CODED_BACKENDS: dict[str, tuple[str, ...]] = {"cpu": ("gloo",), "cuda": ("gloo", "nccl")}
+CODED_BACKENDS: dict[str, tuple[str, ...]] = {"cpu": ("gloo",), "cuda": ("nccl",)}
 #: Backends whose schedules are collectives in the order of a device's streams.
 STREAM_BACKENDS: tuple[str, ...] = ("nccl",)
 #: dtypes that are compressed on the wire (admission: gloo refuses float8, and the refusal must not depend on a message's size).
@@ -30,10 +30,6 @@ DELTA_DTYPES = (torch.int8, torch.uint8, torch.bool, torch.int32, torch.int64, t
 #: dtypes that sends take, and that no codec without a base makes smaller: of masks and token numbers (admission: a frame names them, and
 #: gloo's sends take every dtype).
 SIDE_DTYPES = tuple(dtype for dtype in DTYPE_IDS if dtype not in CODED_DTYPES)
-#: Devices whose tensors go as differences and lossily over messages (admission: frames of other devices are staged in host memory, and
-#: their base is not there; only these have kernels that round the values of frames). Over :data:`STREAM_BACKENDS` frames and bases lie on
-#: the device.
-HOST_DEVICES = ("cpu",)
 #: Smallest shard in bytes that goes as a difference (seed: the hashes cost a message each way).
 DELTA_SHARD_BYTES = 16 << 10
 
@@ -149,9 +145,10 @@ class PassReason(Enum):
         "Dense tensors on CPUs and CUDA devices are coded. For sparse gradients set `sparse_gradients` of DeepSpeed to false.",
     )
     BACKEND = (
-        "no coded schedule for backend {} yet",
-        "The group's backend, which the table names, has no coded schedule.",
-        "Groups of gloo and of NCCL are coded.",
+        "no coded schedule for backend {}",
+        "The group's backend has no coded schedule for tensors on this device; the table names both. Tensors on CPUs are coded over gloo, "
+        "those on CUDA devices over NCCL.",
+        'Make the groups of CUDA tensors with NCCL: `init_process_group("cpu:gloo,cuda:nccl")` has both.',
     )
     NCCL_OFF = (
         "nccl is off",
@@ -311,15 +308,6 @@ def is_small(nbytes: int, config: ZipcclConfig) -> bool:
     return nbytes < config.min_bytes and config.enabled
 
 
-def exact_because(dtype: torch.dtype, device: str, backend: str) -> str:
-    """Return the reason why a call that names a lossy codec goes exact, as a call without one; "" where the codec applies."""
-    if dtype not in CODED_DTYPES:
-        return f"dtype {str(dtype).removeprefix('torch.')} is never lossy"
-    if device not in HOST_DEVICES and backend not in STREAM_BACKENDS:
-        return f"no lossy kernels on {device}"
-    return ""
-
-
 #: Admission: the conditions of a message, in this order. The first rule that returns a reason makes the message pass.
 RULES: tuple[Callable[[Message, ZipcclConfig], str], ...] = (
     lambda message, config: "" if config.enabled else PassReason.DISABLED.value,
@@ -339,7 +327,9 @@ RULES: tuple[Callable[[Message, ZipcclConfig], str], ...] = (
     lambda message, config: PassReason.PLAIN_SUMS.value if message.plain_sums else "",
     lambda message, config: "" if message.device in CODED_BACKENDS else PassReason.DEVICE.of(message.device),
     lambda message, config: (
-        "" if message.backend in CODED_BACKENDS[message.device] else PassReason.BACKEND.of(message.backend)
+        ""
+        if message.backend in CODED_BACKENDS[message.device]
+        else PassReason.BACKEND.of(f"{message.backend} on {message.device}")
     ),
     lambda message, config: _on_stream(message, config) if message.backend in STREAM_BACKENDS else "",
 )
@@ -395,10 +385,7 @@ def _differs(message: Message, config: ZipcclConfig) -> bool:
 
 def difference_dtypes(device: str, backend: str) -> tuple[torch.dtype, ...]:
     """Return the dtypes of which shards on a type of device go as differences over a backend; none where no shard does."""
-    if backend not in CODED_BACKENDS.get(device, ()):
-        return ()
-    takes = backend in STREAM_BACKENDS or device in HOST_DEVICES
-    return (*CODED_DTYPES, *DELTA_DTYPES) if takes else ()
+    return (*CODED_DTYPES, *DELTA_DTYPES) if backend in CODED_BACKENDS.get(device, ()) else ()
 
 
 def candidates(message: Message, config: ZipcclConfig, exact: bool, levels: bool = False) -> tuple[Decision, ...]:

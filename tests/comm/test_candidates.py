@@ -192,13 +192,15 @@ def found_without_tensors(rank: int, ranks: int) -> None:
 
 @runner.together(2)
 def profile_of_each(rank: int, ranks: int) -> None:
-    """A message of CUDA tensors is not judged by the codec of the CPU, nor by the link of another backend."""
+    """A group without a measurement has that of the default group, if its messages go by the same backend."""
     state, found = group_state(dist.new_group([0, 1])), []
-    group_state(None).profiles["cpu", "gloo"] = LinkProfile(((1.0, 1e-4), (32e6, 0.26)), *(8e9,) * 5, call=5e-5)
-    for backends in ({"cpu": "gloo", "cuda": "nccl"}, {"cpu": "gloo", "cuda": "gloo"}, {"cuda": "nccl"}):
+    measured = LinkProfile(((1.0, 1e-4), (32e6, 0.26)), *(8e9,) * 5, call=5e-5)
+    group_state(None).profile = measured
+    for backends in ({"cpu": "gloo", "cuda": "nccl"}, {"cpu": "mpi"}, {"cuda": "nccl"}):
         state.backends = backends
-        found += [link_profile(state, device) is not None for device in ("cpu", "cuda")]
-    assert found == [True, False, True, False, False, False]
+        found.append(link_profile(state) is not None)
+    state.profile = own = measured.slowed(2)
+    assert found == [True, False, False] and link_profile(state) is own
 
 
 WIDTH = 16

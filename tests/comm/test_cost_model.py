@@ -360,7 +360,7 @@ def corrected(rank: int, size: int, factor: float) -> tuple[LinkProfile, int]:
     tensor = torch.ones(nbytes // 2 // size, dtype=torch.bfloat16)
     seconds = 2 * nbytes / 1e8  # the nominal size is twice as large
     true = LinkProfile(((1.0, 1e-4), (1e9, 10.0)), 1e11, 1e11, 1e11, 1e11, 1e11, 1e-6)
-    state.profiles["cpu", "gloo"] = measured = true.slowed(1 / factor)
+    state.profile = measured = true.slowed(1 / factor)
     tuners = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tuner, "agreed_seconds", lambda told, nominal: [seconds] * told.shape[1])
@@ -369,10 +369,8 @@ def corrected(rank: int, size: int, factor: float) -> tuple[LinkProfile, int]:
                 tensor.new_empty(size * tensor.numel()), tensor, config=ZipcclConfig(enabled=True, min_bytes=0)
             )
             tuners += [one for one in state.of(DecisionMemory).tuners.values() if one not in tuners]
-    assert (
-        link_profile(state, "cpu") is measured
-    )  # a message may be sent before, and received after: both ends decide by this one
-    return state.corrected.get(("cpu", "gloo"), measured), len(tuners)
+    assert link_profile(state) is measured  # a message may be sent before, and received after: both ends decide by this
+    return state.corrected or measured, len(tuners)
 
 
 @pytest.mark.parametrize(("factor", "followed"), [(1.0, False), (100.0, True), (0.01, True), (0.6, False)])

@@ -107,9 +107,7 @@ def closed_to_one(rank: int, ranks: int) -> None:
 
     gather.Exchange = Deaf
     kept.filled = True
-    link = OpContext(
-        "all_gather_into_tensor", dist.group.WORLD, CODED, "dp", "cascade", torch.device("cpu"), with_base=True
-    )
+    link = OpContext("all_gather_into_tensor", dist.group.WORLD, CODED, "dp", "cascade", with_base=True)
     SharedBase([kept]).abandon(link)
     assert not kept.filled and told == [(rank + 1) % ranks]
 
@@ -178,7 +176,7 @@ def failures_do_not_pile_up(rank: int, ranks: int) -> None:
     group = dist.new_group(list(range(ranks)))
     before = POOL._used_bytes
     for _ in range(3 * pipeline.ABANDONED):
-        ctx = OpContext("broadcast", group, CODED, "dp", "raw", torch.device("cpu"))
+        ctx = OpContext("broadcast", group, CODED, "dp", "raw")
         pipeline.abandon(exchange_ := pipeline.Exchange(ctx, 0, control=True))
         exchange_.post_recv((rank + 1) % ranks, torch.empty(1 << 16))
         del exchange_

@@ -217,10 +217,8 @@ def test_a_frame_names_why_it_is_exact(codec: LossyCodec, why: str) -> None:
 def test_a_message_that_stays_exact_counts_among_those_of_its_line(
     lossy: Any, text: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    state = SimpleNamespace(backend=lambda device: "gloo")
-    monkeypatch.setattr(request, "group_state", lambda group: state)
-    words: Any = SimpleNamespace(dtype=torch.bfloat16, device=torch.device("cuda"))
-    assert not request.may_change(lossy, words, None, "all_reduce", "tp")
+    monkeypatch.setattr(request, "group_state", lambda group: SimpleNamespace())
+    assert not request.may_change(lossy, torch.ones(3, dtype=torch.int32), None, "all_reduce", "tp")
     (found,) = counters.lossy()
     assert (found["codec"], found["frames"], sum(found["exact"].values())) == (text, 1, 1)
     assert "0 of 1 frames exact (not finite)" in table.render()
@@ -289,7 +287,7 @@ def sends(rank: int, ranks: int) -> None:
             corpus.assert_same_bits(got, project(mine, Round(2)))
     state = group_state(None)
     assert state is not None
-    state.profiles["cpu", "gloo"] = FAST
+    state.profile = FAST
     got = passed_on(AUTO, mine.view(300, 200).t(), rank, False, Round(2))
     if rank:
         corpus.assert_same_bits(got, project(mine.view(300, 200).t().contiguous(), Round(2)))

@@ -135,7 +135,7 @@ def plan_of(monkeypatch: pytest.MonkeyPatch) -> Callable[..., admission.Decision
     def decided(
         peer: int | None, tag: int, config: ZipcclConfig, profile: LinkProfile | None = None
     ) -> admission.Decision:
-        monkeypatch.setattr(decision, "link_profile", lambda state, device: profile)
+        monkeypatch.setattr(decision, "link_profile", lambda state: profile)
         op = "recv" if peer is None else "send"
         return p2p._post(op, torch.ones(1 << 20), None, tag, (None, peer), config=config, role="pp").decision  # type: ignore[union-attr]
 

@@ -67,7 +67,8 @@ REFUSED = {
     "sums are the backend's": (replace(GOOD, plain_sums=True), ON),
     "no coded route on xpu yet": (replace(GOOD, device="xpu", backend="xccl"), ON),
     "nccl is off": (replace(GOOD, device="cuda", backend="nccl"), replace(ON, nccl="off")),
-    "no coded schedule for backend mpi yet": (replace(GOOD, backend="mpi"), ON),
+    "no coded schedule for backend mpi on cpu": (replace(GOOD, backend="mpi"), ON),
+    "no coded schedule for backend gloo on cuda": (replace(GOOD, device="cuda"), ON),
     "smaller than min_bytes": (replace(GOOD, numel=32767), ON),
 }
 
@@ -122,7 +123,6 @@ DIFFERENCES = {
     "no base": (replace(PARAMETERS, based=False), ON, False),
     "switched off": (PARAMETERS, DELTA_OFF, False),
     "raw": (PARAMETERS, RAW, False),
-    "staged": (replace(PARAMETERS, device="cuda"), ON, False),
     "just large enough": (replace(PARAMETERS, numel=LEAST), ZipcclConfig(enabled=True, min_bytes=0), True),
     "too small": (replace(PARAMETERS, numel=LEAST - 1), ZipcclConfig(enabled=True, min_bytes=0), False),
     "sizes differ": (replace(PARAMETERS, numel=None), ON, False),

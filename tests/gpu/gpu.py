@@ -69,7 +69,6 @@ CUDA_TESTS = (
     "codec/test_golden.py",
     "codec/test_hash.py",
     "codec/test_fuzz.py",
-    "comm/test_host_staging.py",
 )
 #: The tests on a GPU, without those of the emulation, which need none.
 SELECTED = "cuda-native or cuda] or (cuda-cupy and golden)"

@@ -27,7 +27,7 @@ PROFILE = LinkProfile(
 GLOO = {"cpu": "gloo"}
 NCCL = {"cuda": "nccl"}
 BOTH = {"cpu": "gloo", "cuda": "nccl"}
-NO_SCHEDULE = "for which there are no coded schedules yet"
+NO_SCHEDULE = "for which there are no coded schedules"
 OFF = 'as "nccl" is "off"'
 DEFAULT, ON = ZipcclConfig(enabled=True, nccl="off"), ZipcclConfig(enabled=True)
 
@@ -97,13 +97,14 @@ CLAUSES: dict[str, tuple[ZipcclConfig, str, list[Group], str]] = {
     "gloo": (DEFAULT, "cpu", [Group(2, GLOO)], "codes cpu tensors over gloo"),
     "groups of one rank": (DEFAULT, "cpu", [Group(4, GLOO), Group(1, GLOO), Group(2, GLOO)], "codes cpu tensors over gloo (2 groups)"),
     "one rank": (DEFAULT, "cpu", [Group(1, GLOO), Group(1, GLOO)], "nothing will be coded: this job has one rank"),
-    "gloo for cuda": (DEFAULT, "cuda", [Group(2, {"cuda": "gloo"})], "codes cuda tensors over gloo"),
+    "gloo for cuda": (DEFAULT, "cuda", [Group(2, {"cuda": "gloo"})],
+             f"nothing will be coded: cuda tensors go over gloo, {NO_SCHEDULE}"),
     "NCCL": (DEFAULT, "cuda", [Group(2, NCCL), Group(4, NCCL), Group(1, NCCL)],
              f"nothing will be coded: cuda tensors go over nccl (2 groups), {OFF}"),
     "NCCL beside gloo for the CPU": (DEFAULT, "cuda", [Group(2, BOTH), Group(2, NCCL)],
              f"no cuda tensor will be coded: cuda tensors go over nccl (2 groups), {OFF}; codes cpu tensors over gloo"),
-    "groups of NCCL and of gloo": (DEFAULT, "cuda", [Group(2, NCCL), Group(2, {"cuda": "gloo"})],
-             f"codes cuda tensors over gloo; not coded: cuda tensors go over nccl, {OFF}"),
+    "groups of NCCL and of gloo": (ON, "cuda", [Group(2, NCCL, nodes=2), Group(2, {"cuda": "gloo"})],
+             f"codes cuda tensors over nccl; not coded: cuda tensors go over gloo, {NO_SCHEDULE}"),
     "MPI": (DEFAULT, "cpu", [Group(2, {"cpu": "mpi"})], f"nothing will be coded: cpu tensors go over mpi, {NO_SCHEDULE}"),
     "no backend": (DEFAULT, "cuda", [Group(2, {})], f"nothing will be coded: cuda tensors go over no backend, {NO_SCHEDULE}"),
     "gloo for xpu": (DEFAULT, "xpu", [Group(2, {"xpu": "gloo"})], f"nothing will be coded: xpu tensors go over gloo, {NO_SCHEDULE}"),
@@ -180,9 +181,9 @@ EXACT: dict[str, tuple[dict[str, str], str, list[Group], dict[str, str], str]] =
     "NCCL": ({"nccl": "off"}, "cuda", [Group(2, NCCL), Group(4, BOTH), Group(1, NCCL)], {},
              'cuda tensors over nccl (2 groups), as "nccl" is "off"'),
     "NCCL and gloo": ({"nccl": "off"}, "cuda", [Group(2, NCCL), Group(2, {"cuda": "gloo"})], {},
-                      'cuda tensors over nccl, as "nccl" is "off"; cuda tensors over gloo, as no lossy kernels on cuda'),
-    "MPI": ({}, "cpu", [Group(2, {"cpu": "mpi"})], {}, "cpu tensors over mpi, as there are no coded schedules for it yet"),
-    "no backend": ({}, "xpu", [Group(2, {})], {}, "xpu tensors over no backend, as there are no coded schedules for it yet"),
+                      'cuda tensors over nccl, as "nccl" is "off"; cuda tensors over gloo, as there are no coded schedules for it'),
+    "MPI": ({}, "cpu", [Group(2, {"cpu": "mpi"})], {}, "cpu tensors over mpi, as there are no coded schedules for it"),
+    "no backend": ({}, "xpu", [Group(2, {})], {}, "xpu tensors over no backend, as there are no coded schedules for it"),
     "nccl on": ({"nccl": "on"}, "cuda", [Group(2, NCCL)], {}, ""),
     "nccl auto": ({}, "cuda", [Group(2, NCCL, nodes=2), Group(2, NCCL, nodes=1)], {},
                   "cuda tensors over nccl, as they stay inside one node"),

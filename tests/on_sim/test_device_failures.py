@@ -30,6 +30,7 @@ from ds_zipccl.comm.shadow_check import Shadow
 from ds_zipccl.comm.work import CommError
 from ds_zipccl.kernels.cuda.backend import CudaBackend
 from ds_zipccl.policy.admission import PassReason
+from ds_zipccl.telemetry import counters
 from on_sim import random_programs, world
 from on_sim.cases import CASES, CODED, HARD, PATIENT, every_case, once, prepared, reasons
 
@@ -421,6 +422,21 @@ def mixed(rank: int, ranks: int) -> None:
 def test_groups_of_two_backends(route: CudaBackend) -> None:
     world.run(mixed, 2, route=route)
     assert not reasons()
+
+
+def by_gloo(rank: int, ranks: int) -> None:
+    """Tensors on the device in a group that has gloo for them."""
+    state = states.group_state(None)
+    assert state is not None
+    state.backends = {"cpu": "gloo", "cuda": "gloo"}  # as a program finds it whose group is gloo's alone
+    for case in CASES:
+        once(case, rank, ranks)
+
+
+def test_a_device_without_a_backend_for_it_passes(route: CudaBackend) -> None:
+    world.run(by_gloo, 2, route=route)
+    assert {*reasons()} == {PassReason.BACKEND.of("gloo on cuda")}
+    assert not any(row["calls"] for row in counters.rows())
 
 
 # --- tensors

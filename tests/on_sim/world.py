@@ -17,7 +17,6 @@ from ds_zipccl import devices, kernels, tensors
 from ds_zipccl.codecs import memory
 from ds_zipccl.comm import topology
 from ds_zipccl.comm.device import streams
-from ds_zipccl.comm.transport import staging
 from ds_zipccl.kernels import KernelBackend
 from ds_zipccl.kernels.cuda import launches
 from ds_zipccl.telemetry import counters
@@ -78,5 +77,3 @@ def _installed(route: KernelBackend | None) -> Iterator[None]:
         devices.RUNTIMES["cuda"] = torch.cuda
         # Streams and staging buffers that the package keeps for a runtime hold the machine, and its memory.
         streams._streams.pop(runtime, None)
-        for key in [key for key in staging._idle if key[0] is runtime]:
-            del staging._idle[key]

@@ -73,7 +73,7 @@ def unpredicted(job: UserJob, device: str, backend: str, settled: Settled | None
     if backend in admission.STREAM_BACKENDS and (settled is None or settled.profile is None):
         return "nothing of this job is coded" if settled is None else f"{settled}"
     if backend not in admission.CODED_BACKENDS.get(device, ()):
-        return PassReason.BACKEND.of(backend) + f" ({device} tensors): nothing will be coded"
+        return PassReason.BACKEND.of(f"{backend} on {device}") + ": nothing will be coded"
     if other:
         return f"no model predicts the traffic of {', '.join(other)}"
     return 'the codec is "raw": nothing is compressed' if job.config.codec == "raw" else ""

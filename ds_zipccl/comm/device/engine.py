@@ -72,12 +72,12 @@ class StreamEngine(Engine):
     @torch.inference_mode()
     @tensors.undisturbed()
     def largest(self, request: Request, *numbers: int) -> list[int]:
-        return sizes.largest(DeviceContext(*request.call("raw")), *numbers)
+        return sizes.largest(DeviceContext(*request.call("raw"), request.tensor.device), *numbers)
 
     def start(self, request: Request, decision: Decision, timer: CallTimer | None = None) -> Any:
         shadow = shadow_of(request, decision.lossy)
         with torch.inference_mode(), tensors.undisturbed():
-            ctx = DeviceContext(*request.call(decision.codec), with_base=decision.with_base)
+            ctx = DeviceContext(*request.call(decision.codec), request.tensor.device, with_base=decision.with_base)
             ctx.kind = request.options.kind
             ctx.rounding = None if decision.lossy is None else LossyFrames(ctx, decision.lossy)
             inputs, outputs = _flat_on_stream(ctx, request)

@@ -103,7 +103,7 @@ class FirstSteps:
         if self._calls[kind] >= CALLS or (kind not in self._calls and kinds >= KINDS):
             return
         self._calls[kind] += 1
-        ctx = DeviceContext(*request.call(self._config.codec))
+        ctx = DeviceContext(*request.call(self._config.codec), request.tensor.device)
         ctx.reports, lacks = self._reports[role], 0
         if (self._ended + self._calls[kind]) % 2 and ctx.cut.levels_from < math.inf:
             ctx.cut = ctx.cut._replace(

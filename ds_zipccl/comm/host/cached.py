@@ -135,7 +135,7 @@ def ask(call: Call, found: Sequence[tuple[CachedParameter, torch.Tensor]]) -> li
         one.finish()
     with torch.inference_mode(), tensors.undisturbed():
         answers = _answers(found, call.rank)
-        ctx = OpContext(AGREEMENT, call.group, call.config, call.role, "raw", tensors.CPU)
+        ctx = OpContext(AGREEMENT, call.group, call.config, call.role, "raw")
         mine = tensors.of_numbers(list(zip(answers, (one.audit() for one, _ in found), strict=True)), torch.int64)
         ranks = Told(
             ctx, mine, "the answers to a question", ctx.tag(0)

@@ -22,11 +22,10 @@ from ds_zipccl.comm.host.checks import compare_on_all_ranks, telling_failures
 from ds_zipccl.comm.lossy.frames import LossyFrames
 from ds_zipccl.comm.request import Post, Request, copy_back, logical_order, memory_order, shadow_of
 from ds_zipccl.comm.transport import TRANSPORTS
-from ds_zipccl.comm.transport.staging import refuse_capture
 from ds_zipccl.comm.tuner import CallTimer
 from ds_zipccl.ops import OPS
 from ds_zipccl.policy import wire
-from ds_zipccl.policy.admission import Decision, PassReason
+from ds_zipccl.policy.admission import Decision
 from ds_zipccl.telemetry import counters
 
 _Collective = Callable[[OpContext, Request, list[torch.Tensor], list[torch.Tensor]], None]
@@ -54,10 +53,6 @@ class MessageEngine(Engine):
     def takes(self, state: GroupState, device: str) -> bool:
         return state.backend(device) in TRANSPORTS
 
-    def passes_now(self, request: Request) -> PassReason | None:
-        refuse_capture(request.op, request.tensor.device)
-        return None
-
     def open_context(self, request: Request, decision: Decision) -> OpContext:
         """Return the context of a request, with the next tags of its group. Every rank calls in program order."""
         ctx = OpContext(
@@ -73,15 +68,13 @@ class MessageEngine(Engine):
     @tensors.undisturbed()
     def largest(self, request: Request, *numbers: int) -> list[int]:
         # the backend's own all-reduce fails at once where another rank is in the all-reduce of a tensor
-        words = tensors.of_numbers(numbers, torch.int64).to(request.tensor.device)
+        words = tensors.of_numbers(numbers, torch.int64)
         with Call(*request.call("")[:4]).naming("comparing arguments with those of the other ranks"):
             dist.all_reduce(words, dist.ReduceOp.MAX, request.group)
         return list(words.tolist())
 
     def start(self, request: Request, decision: Decision, timer: CallTimer | None = None) -> Any:
         shadow = shadow_of(request, decision.lossy)
-        # After the shadow: the context's work on a device follows what is on the caller's stream now, the shadow's copies of tensors that
-        # our schedule writes over among it.
         ctx = self.open_context(request, decision)
         if timer is not None:
             timer.start()
@@ -94,10 +87,9 @@ class MessageEngine(Engine):
         def run() -> None:
             order = memory_order if OPS[request.op].memory_order else logical_order
             with nullcontext() if shadow is None else telling_failures(ctx):
-                with ctx.working():
-                    outputs = [order(tensor) for tensor in request.outputs]
-                    COLLECTIVES[request.op](ctx, request, [order(tensor) for tensor in request.inputs], outputs)
-                    copy_back(outputs, request.outputs)
+                outputs = [order(tensor) for tensor in request.outputs]
+                COLLECTIVES[request.op](ctx, request, [order(tensor) for tensor in request.inputs], outputs)
+                copy_back(outputs, request.outputs)
                 if timer is not None:
                     timer.stop()
             if shadow is not None:

@@ -120,13 +120,13 @@ class _NodeExchange:
         self._handed = [stream for stream in streams if stream.carrier != ctx.rank]
         #: What has been received of a stream, where row frames may refer to it.
         self._kept = {
-            stream.source: self._buffers.empty(stream.total, whole.dtype, whole.device)
+            stream.source: self._buffers.empty(stream.total, whole.dtype)
             for stream in self._carried
             if coder.refers and self._is_kept(stream.total)
         }
         most = max((stream.numel(0) for stream in self._carried if stream.source not in self._kept), default=0)
         # one at a time: parts are copied into frames
-        self._fragment = self._buffers.empty(most, whole.dtype, whole.device)
+        self._fragment = self._buffers.empty(most, whole.dtype)
         counts = (self._leaving.steps, self._straight.steps, self._straight_in.steps)
         self._steps = max(*counts, *(stream.steps for stream in streams))
 
@@ -134,7 +134,7 @@ class _NodeExchange:
         """Tell the neighbors the sizes that this rank expects, and the counterparts those of their parts. Blocks until the neighbors have
         told theirs."""
         ctx, (own, *_) = self._ctx, self._coming
-        numbers = tensors.of_numbers(own, torch.int64).to(self._outputs[0].device)
+        numbers = tensors.of_numbers(own, torch.int64)
         told = {rank: torch.empty_like(numbers) for rank in self._neighbors}
         self._told = {rank: torch.empty_like(numbers[: len(self._node)]) for rank in self._counterparts}
         for rank, place in (*told.items(), *self._told.items()):
@@ -142,7 +142,7 @@ class _NodeExchange:
         self._control.send(numbers, *told)
         for ranks, counterpart in zip(self._others, self._counterparts, strict=True):
             parts = tensors.of_numbers([sources[rank].numel() for rank in ranks], torch.int64)
-            self._control.send(parts.to(numbers.device), counterpart)
+            self._control.send(parts, counterpart)
         self._coming = [
             own if rank == ctx.rank else self._control.recv(rank, told[rank]).tolist() for rank in self._node
         ]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import torch
@@ -14,17 +13,15 @@ from ds_zipccl.codecs import CODECS, compress, compress_bound, compress_segments
 from ds_zipccl.codecs.known import NO_KEY
 from ds_zipccl.comm.buffer_pool import PooledBuffers
 from ds_zipccl.comm.context import OpContext
-from ds_zipccl.kernels import sums as plain_sums
 from ds_zipccl.policy import wire
 from ds_zipccl.telemetry import ranges
 
 
 class FrameCoder:
-    """Compresses and decompresses tensors of one operation. Tensors are flat and contiguous, on the operation's device.
+    """Compresses and decompresses tensors of one operation, flat and contiguous ones. All calls block.
 
-    All calls on CPU tensors block. Other calls are made inside of the context's ``working()``; where frames go through host memory,
-    compressing blocks, and decompressing is done at the end of ``working()``. ``raw``: all frames are raw. ``exact``: the frames carry
-    values as they are, whatever the operation allows. ``block``: of the frames, where it is not the configured one. ``route``: the kernels.
+    ``raw``: all frames are raw. ``exact``: the frames carry values as they are, whatever the operation allows. ``block``: of the frames,
+    where it is not the configured one. ``route``: the kernels.
     """
 
     #: Frames may refer to words in front of them in their segment, which the receiver then holds.
@@ -35,13 +32,12 @@ class FrameCoder:
         self._chosen = "raw" if raw else ctx.codec
         self._block: int = block or ctx.config.block
         self._least_block: int = self._block
-        self.route = kernels.preferred(ctx.config.route, ctx.device)
+        self.route = kernels.preferred(ctx.config.route, "cpu")
         # no exact frame depends on frames whose values change
         self._backoff = ctx.state.backoff(ctx.op, ctx.role, "exact" if ctx.rounding is None else "rounded")
-        self._staging, self.refusing = ctx.staging, ctx.refusing
+        self.refusing = ctx.refusing
         self._rounding: Any = None if exact else ctx.rounding
         self.exact = self._rounding is None
-        assert self.exact or self._staging is None, "admission lets no staged tensor through whose values change"
 
     def search(self, segments: Mapping[int, torch.Tensor]) -> None:
         """Look for what frames may leave out of segments: group rank of the receiver -> flat contiguous tensor, which must not change
@@ -85,8 +81,6 @@ class FrameCoder:
         with ranges.inside(ranges.ENCODE):
             if self._rounding is not None:
                 frames = [self._rounding.compress(flat, codec, block, buffers.take, own_place) for flat in flats]
-            elif self._staging is not None:
-                frames = self._staging.compress(flats, codec, block, buffers)
             else:
                 outs = [buffers.take(compress_bound(flat.numel(), flat.dtype, codec, block=block)) for flat in flats]
                 named: dict[str, Any] = {"block": block, "route": self.route}
@@ -102,8 +96,7 @@ class FrameCoder:
 
     def recv_buffer(self, numel: int, dtype: torch.dtype, buffers: PooledBuffers) -> torch.Tensor:
         """Return memory, 1-D uint8, that holds a frame of ``numel`` elements by any codec that the sender may choose."""
-        take = buffers.take if self._staging is None else buffers.take_pinned
-        return take(max(compress_bound(numel, dtype, codec, block=self._least_block) for codec in CODECS))
+        return buffers.take(max(compress_bound(numel, dtype, codec, block=self._least_block) for codec in CODECS))
 
     def decompress(
         self,
@@ -120,8 +113,6 @@ class FrameCoder:
             CommError: from FrameError: the frame is damaged, or its dtype or number of elements differs from ``out``.
         """
         with ranges.inside(ranges.DECODE, self.refusing(peer)):
-            if self._staging is not None:
-                return self._staging.decompress(frame, out, partial(self._ctx.refusal, peer))
             key = NO_KEY if base is None else self._ctx.hash_key
             data = out.data  # torch's collectives count no version either
             decompress(frame, data, base=base, earlier=earlier, key=key, route=self.route)
@@ -134,14 +125,11 @@ class FrameCoder:
             CommError: as :meth:`decompress`.
         """
         with ranges.inside(ranges.DECODE, self.refusing(peer)):
-            if self._staging is not None:
-                return self._staging.decompress_add(frame, dtype, sums, partial(self._ctx.refusal, peer))
             decompress_add(frame, sums.data, dtype=dtype, route=self.route)
 
     def add(self, values: torch.Tensor, sums: torch.Tensor) -> None:
         """Add ``values`` to ``sums``, of their dtype or float32."""
-        add = plain_sums.add if self._staging is not None else kernels.adder(self.route, self._ctx.device)
-        add(values, sums)
+        kernels.adder(self.route, "cpu")(values, sums)
 
 
 @contextmanager

@@ -160,7 +160,7 @@ def abandoning(ctx: OpContext, base: Base) -> Iterator[None]:
 
 def _objection(ctx: OpContext, last: torch.Tensor | None, places: Sequence[torch.Tensor]) -> str:
     """Return the reason why this rank's shard must go in full; "" if every rank holds the shard of the last gather. Uses exchange 0."""
-    lacks = kernels.lacking(lambda: kernels.delta_route(kernels.preferred(ctx.config.route, ctx.device), ctx.device))
+    lacks = kernels.lacking(lambda: kernels.delta_route(kernels.preferred(ctx.config.route, "cpu"), "cpu"))
     none = tensors.filled(HASH_BYTES, 0, torch.uint8)
     mine = none if lacks else (hashed(ctx, places[peer]) for peer in ctx.peers)
     answers = swap(ctx, 0, ctx.peers, mine, HASH_BYTES)
@@ -195,7 +195,7 @@ class SharedBase(Base):
         self.scheduled = True
         if not all(slot.filled for slot in self._slots):
             return None
-        last = buffers.empty(places[ctx.rank].numel(), places[ctx.rank].dtype, places[ctx.rank].device)
+        last = buffers.empty(places[ctx.rank].numel(), places[ctx.rank].dtype)
         for rank, place in enumerate(places):
             parts = (last if rank == ctx.rank else place).split(self._sizes)
             for part, slot in zip(parts, self._slots, strict=True):

@@ -125,7 +125,7 @@ class Outgoing:
         if self._factored is not None:
             with ranges.inside(ranges.ENCODE):
                 frame = self._factored.frame(self._ctx.config.block, self._coder.route, buffers)
-        elif flat.dtype == torch.bool and self._ctx.staging is None:
+        elif flat.dtype == torch.bool:
             with ranges.inside(ranges.ENCODE):
                 frame = codecs.bits_frame(flat, buffers.take(known.bits_frame_bytes(flat.numel())))
         frame = self._coder.compress(flat, buffers) if frame is None else frame
@@ -213,10 +213,10 @@ def send(post: Post, *, bounded: bool) -> Work:
     assert peer is not None  # a send names its receiver
     to = dist.get_global_rank(group, peer)
     first = TagRange.POINT_TO_POINT + tag
-    ctx = OpContext("send", group, config, role, decision.codec, tensor.device, tag=first)
+    ctx = OpContext("send", group, config, role, decision.codec, tag=first)
     ctx.rounding = change.frames(ctx)
     doing, beside = f"sending to global rank {to}", None
-    with torch.inference_mode(), tensors.undisturbed(), ctx.naming(doing), ctx.working():
+    with torch.inference_mode(), tensors.undisturbed(), ctx.naming(doing):
         flat = logical_order(tensor)
         if config.check == "shadow":
             beside = dist.isend(change.carried(flat), to, group, TagRange.SHADOW + tag)
@@ -238,7 +238,7 @@ def receive(post: Post, *, blocking: bool) -> Work:
     """Post the receive of a message. With ``blocking``, the caller waits for it at once."""
     tensor, group, tag, peer, config, role, decision, _ = post
     first = TagRange.POINT_TO_POINT + tag
-    ctx = OpContext("recv", group, config, role, decision.codec, tensor.device, tag=first)
+    ctx = OpContext("recv", group, config, role, decision.codec, tag=first)
 
     def beside(source: int) -> Shadow:
         def plain(inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor], later: bool) -> Any:
@@ -254,11 +254,10 @@ def receive(post: Post, *, blocking: bool) -> Work:
         with _kept_on_error(message):
             with ctx.naming(doing):
                 message.wait(timeout)
-            with ctx.working():
-                flat = logical_order(tensor)
-                message.write(flat)
-                if not tensor.is_contiguous():
-                    tensor.copy_(flat.view(tensor.shape))
+            flat = logical_order(tensor)
+            message.write(flat)
+            if not tensor.is_contiguous():
+                tensor.copy_(flat.view(tensor.shape))
         if config.check == "shadow":
             (shadow or beside(message.source())).compare([tensor], ctx.error)
         counters.record(role, "recv", 0, 0, POOL.peak)

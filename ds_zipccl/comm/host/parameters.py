@@ -156,4 +156,4 @@ def _send(
 
 def _raw_context(call: Call) -> OpContext:
     """Return a context with the next tags of the group, which every rank takes in program order."""
-    return OpContext(GATHER, call.group, call.config, call.role, "raw", tensors.CPU)
+    return OpContext(GATHER, call.group, call.config, call.role, "raw")

@@ -91,9 +91,9 @@ def coder_of(ctx: OpContext, width: int, kind: str, exact: bool) -> FrameCoder:
     """Return the coder of an all-to-all: one of rows where senders may choose frames by rows, equally on all ranks except for the width.
     Blocks in the first operations of a group, see :meth:`ds_zipccl.comm.context.OpContext.has_row_kernels`."""
     rows = wire.may_have_rows(ctx.config, ctx.op, ctx.role, ctx.codec)
-    if not rows or (ctx.staging is None and not ctx.has_row_kernels()):
+    if not rows or not ctx.has_row_kernels():
         return FrameCoder(ctx, exact=exact)
-    return RowCoder(ctx, width if ctx.staging is None else 0, kind, exact)
+    return RowCoder(ctx, width, kind, exact)
 
 
 class RowCoder(FrameCoder):
@@ -124,7 +124,7 @@ class RowCoder(FrameCoder):
         self._searched = self._found = False
 
     def search(self, segments: Mapping[int, torch.Tensor]) -> None:
-        """Search CPU segments for rows that need not travel, see :meth:`.frames.FrameCoder.search`."""
+        """Search segments for rows that need not travel, see :meth:`.frames.FrameCoder.search`."""
         with ranges.inside(ranges.ENCODE):
             searched = {peer: words for peer, words in segments.items() if _is_worth_it(words, self._width)}
             rows = [words.numel() // self._width for words in searched.values()]

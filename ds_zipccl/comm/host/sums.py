@@ -184,7 +184,7 @@ class NodeAdder(ShardAdder):
 
     def _sum_of_node(self, contribution: torch.Tensor, buffers: PooledBuffers) -> torch.Tensor:
         """Return the sum of ``contribution`` over this node, in memory of ``buffers``."""
-        total = buffers.empty(contribution.numel(), contribution.dtype, contribution.device)
+        total = buffers.empty(contribution.numel(), contribution.dtype)
         if total.numel():
             received = Received(self.ctx.rank, self.inside, contribution)
             add_in_fp32(received, self._node, total, self.ctx.flushing_ranks())
@@ -235,7 +235,7 @@ def sum_alike(ctx: OpContext, whole: torch.Tensor, reduction: Reduction) -> bool
             chunk, flushing, at = _ring_chunk(ctx, whole), ctx.flushing_ranks(), 0
             for part in Fragments(ctx, [whole])[0]:
                 buffers = PooledBuffers()
-                copy = buffers.empty(part.numel(), part.dtype, part.device).copy_(part)
+                copy = buffers.empty(part.numel(), part.dtype).copy_(part)
                 same = _Alike(ctx.rank, exchange, part, copy)
                 reduction.fold(same, part, [slice(at, at + part.numel())], chunk, flushing)
                 buffers.release()
@@ -277,7 +277,7 @@ def reduce(ctx: OpContext, request: Request, inputs: list[torch.Tensor], outputs
 def all_reduce(ctx: OpContext, request: Request, inputs: list[torch.Tensor], outputs: list[torch.Tensor]) -> None:
     """Where a tensor may be the same on all ranks, and is, only hashes travel."""
     whole = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
-    may_be_alike = request.options.kind and ctx.staging is None and not ctx.nodes and whole.numel()
+    may_be_alike = request.options.kind and not ctx.nodes and whole.numel()
     if may_be_alike and sum_alike(ctx, whole, request.sum.reduction):
         ctx.count(request.sent_bytes(), 0)
     else:

@@ -27,7 +27,6 @@ _STREAMS, _DENORMAL = 64, 1 << 22
 class GlooTransport:
     """:class:`ds_zipccl.comm.transport.Transport` over the caller's own gloo group."""
 
-    host_only: ClassVar[bool] = True
     documented_sums: ClassVar[bool] = True
 
     def __init__(self, group: dist.ProcessGroup) -> None:

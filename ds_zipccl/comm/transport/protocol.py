@@ -37,17 +37,15 @@ class TagRange(IntEnum):
 
 
 class Transport(Protocol):
-    """Messages between this rank and the other ranks of one group, matched by tag. Ranks are group ranks, buffers 1-D uint8 tensors. A
-    receive buffer may be larger than the message, so that no sizes are exchanged.
+    """Messages between this rank and the other ranks of one group, matched by tag. Ranks are group ranks, buffers 1-D uint8 tensors in
+    host memory. A receive buffer may be larger than the message, so that no sizes are exchanged.
 
-    ``host_only``: buffers must lie in host memory, so that frames of CUDA tensors are staged. ``documented_sums``: the backend adds in an
-    order that :meth:`ring_chunk` describes.
+    ``documented_sums``: the backend adds in an order that :meth:`ring_chunk` describes.
 
     A posted buffer must live until its handle's ``wait()`` has returned, and a sent buffer must not change until then. All methods raise
     RuntimeError where the backend does.
     """
 
-    host_only: ClassVar[bool]
     documented_sums: ClassVar[bool]
 
     def __init__(self, group: dist.ProcessGroup) -> None: ...

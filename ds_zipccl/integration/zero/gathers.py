@@ -208,7 +208,7 @@ def _usable(
     dtypes = admission.difference_dtypes(device.type, backend)
     reason = _never_differs(config)
     if not reason and not dtypes:
-        reason = f"no differences {where}{': nccl is off' if streams and off else ' yet'}"
+        reason = f"no differences {where}{': nccl is off' if streams and off else ''}"
     if not reason and any(one.state is None for one in params):
         reason = f"no differences {where}: {'nccl is off' if off else 'no sizes are agreed on with this optimizer'}"
     auto = config.zero3_base == "auto"
