@@ -1,5 +1,5 @@
 """The engines: how the frames of a call travel. One exchanges messages of pairs of ranks, one puts collectives on the streams of a device,
-and a program may register more. Nobody who calls knows which one it is. What a job tells its engines is here too."""
+and a program may register more. Callers know none of them. What a job tells its engines is here too."""
 
 from __future__ import annotations
 
