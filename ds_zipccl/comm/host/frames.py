@@ -10,7 +10,6 @@ import torch
 
 from ds_zipccl import kernels, tensors
 from ds_zipccl.codecs import CODECS, compress, compress_bound, compress_segments, decompress, decompress_add
-from ds_zipccl.codecs.known import NO_KEY
 from ds_zipccl.comm.buffer_pool import PooledBuffers
 from ds_zipccl.comm.context import OpContext
 from ds_zipccl.policy import wire
@@ -113,9 +112,8 @@ class FrameCoder:
             CommError: from FrameError: the frame is damaged, or its dtype or number of elements differs from ``out``.
         """
         with ranges.inside(ranges.DECODE, self.refusing(peer)):
-            key = NO_KEY if base is None else self._ctx.hash_key
             data = out.data  # torch's collectives count no version either
-            decompress(frame, data, base=base, earlier=earlier, key=key, route=self.route)
+            decompress(frame, data, base=base, earlier=earlier, route=self.route)
             return out
 
     def decompress_add(self, frame: torch.Tensor, peer: int, dtype: torch.dtype, sums: torch.Tensor) -> None:
