@@ -27,8 +27,8 @@ class Budget(NamedTuple):
 BUDGETS = {
     "ds_zipccl": Budget(1_510, 1_450),
     "ds_zipccl/cli": Budget(3_502, 3_000),
-    "ds_zipccl/codecs": Budget(2_867, 2_900),
-    "ds_zipccl/comm": Budget(10_905, 9_800),
+    "ds_zipccl/codecs": Budget(2_880, 2_900),
+    "ds_zipccl/comm": Budget(10_890, 9_800),
     "ds_zipccl/csrc": Budget(10_020, 10_050),
     "ds_zipccl/integration": Budget(4_035, 3_700),
     "ds_zipccl/integration/fsdp": Budget(386, 450),

@@ -3,6 +3,7 @@ frames inside of a payload, which are flat, without a checksum, and padded to 16
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -141,6 +142,18 @@ def span(tensor: torch.Tensor, size: int | None = None) -> Span:
     """Where the first ``size`` bytes of a contiguous tensor lie; None: all bytes."""
     start = tensor.data_ptr()
     return start, start + (tensor.nbytes if size is None else size)
+
+
+def overlapping(
+    sources: Sequence[torch.Tensor], written: Sequence[torch.Tensor], homes: Sequence[torch.Tensor] = ()
+) -> list[bool]:
+    """Return for each source whether it shares memory with a tensor in ``written``; source i may be exactly ``homes[i]``."""
+    spans, found = {span(flat) for flat in written if flat.numel()}, []
+    for flat, home in itertools.zip_longest(sources, homes):
+        begin, end = own = span(flat)
+        others = spans - {own} if home is not None and span(home) == own else spans
+        found.append(bool(flat.numel()) and any(begin < last and first < end for first, last in others))
+    return found
 
 
 def keep_apart(outputs: Sequence[Span], inputs: Sequence[Span]) -> None:

@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from ds_zipccl import tensors
 from ds_zipccl.codecs import compress_bound
+from ds_zipccl.codecs.memory import overlapping
 from ds_zipccl.comm.device.context import DeviceContext
 from ds_zipccl.comm.device.gather import encoded_sizes, slot_of
 from ds_zipccl.comm.device.sizes import agree, agreement, exchange_words
@@ -238,16 +239,11 @@ def apart(
     ctx: DeviceContext, sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]
 ) -> Sequence[torch.Tensor]:
     """Return the sources, copied where one shares memory with a target: targets are written while later sources are read."""
-    written = [(flat.data_ptr(), flat.data_ptr() + flat.nbytes) for flat in targets if flat.numel()]
-
-    def shared(flat: torch.Tensor) -> bool:
-        begin, end = flat.data_ptr(), flat.data_ptr() + flat.nbytes
-        return any(begin < last and first < end for first, last in written)
-
-    if not any(map(shared, sources)):
+    shared = overlapping(sources, targets)
+    if not any(shared):
         return sources
     with ctx.streams.on(Stage.DECODE):  # the last stream that reads the copies
-        copies = [flat.clone() if shared(flat) else flat for flat in sources]
+        copies = [flat.clone() if hit else flat for flat, hit in zip(sources, shared, strict=True)]
     ctx.streams.order(Stage.DECODE, Stage.ENCODE)
     return copies
 

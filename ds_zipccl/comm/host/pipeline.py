@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from ds_zipccl import tensors
-from ds_zipccl.codecs.memory import span
+from ds_zipccl.codecs.memory import overlapping
 from ds_zipccl.comm.buffer_pool import PooledBuffers
 from ds_zipccl.comm.context import OpContext
 from ds_zipccl.comm.host.frames import FrameCoder
@@ -253,15 +253,8 @@ def detached(
 
     Source i may be exactly ``homes[i]`` without a copy: a fragment of ``homes[i]`` is written only after the same fragment is compressed.
     """
-    spans = {span(flat) for flat in written if flat.numel()}
-
-    def shared(flat: torch.Tensor, home: torch.Tensor) -> bool:
-        begin, end = span(flat)
-        return any(begin < last and first < end for first, last in spans - ({span(home)} & {(begin, end)}))
-
-    return [
-        flat.clone() if flat.numel() and shared(flat, home) else flat for flat, home in zip(sources, homes, strict=True)
-    ]
+    shared = overlapping(sources, written, homes)
+    return [flat.clone() if hit else flat for flat, hit in zip(sources, shared, strict=True)]
 
 
 def swap(
