@@ -28,6 +28,14 @@ ds_zipccl has a schedule on NCCL groups, and ``auto`` is not a variant. The colu
 * ``wrong``: with more than two ranks, raw and coded sums are compared with fp32 sums in rank order, because NCCL
   promises no order.
 
+``--backend slots`` runs the schedules of NCCL groups on CPUs: gloo carries the collectives, the C++ kernels make the
+frames. ``--nodes M`` needs no link then; each rank takes itself to be in one of M nodes. Bytes and waits are those of
+a cluster, times are not. Columns as with nccl, and:
+
+* ``between_bytes``: bytes that a node sends to other nodes per call, if all its ranks send as rank 0 does. A
+  collective of the backend counts as one ring. Sums are compared with the documented order: in fp32 inside a node,
+  rounded once, then in the order of the nodes.
+
 ``--link LINK`` is ``RATE[,DELAY[~JITTER]][,LOSS]``, such as ``1gbit``, ``1gbit,20ms``, ``1gbit,0.1%`` or
 ``1gbit,20ms~2ms,0.1%``. DELAY is the one-way time between nodes. JITTER is the greatest deviation of a packet's delay
 from DELAY; packets may overtake each other. LOSS is a share of the packets. It needs root and pyroute2.
@@ -58,7 +66,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     option(
         "--op", nargs="+", choices=[*TRAFFIC, "all"], default=["all"], metavar="O", help=f"{', '.join(TRAFFIC)} (all)"
     )
-    option("--backend", choices=BACKENDS, default="gloo", help="gloo: CPU tensors; nccl: CUDA tensors (gloo)")
+    option(
+        "--backend",
+        choices=BACKENDS,
+        default="gloo",
+        help="gloo: CPU tensors; nccl: CUDA tensors; slots: NCCL's schedules on CPUs (gloo)",
+    )
     option("--ranks", nargs="+", type=int, default=[2], metavar="N", help="number of processes (2)")
     link.add_arguments(parser)
     option("--numel", nargs="+", type=data.numel, default=sizes, metavar="N", help="elements (1M 8M)")

@@ -58,6 +58,22 @@ def test_comm_over_groups_in_stream_order(tmp_path: Path) -> None:
     assert "host_waits" in result.stdout
 
 
+@pytest.mark.full(reason="four processes import torch, twice")
+def test_the_schedules_of_a_cluster_on_this_machine(tmp_path: Path) -> None:
+    """Two nodes of two ranks: sums in two levels, in the documented order; each shard enters a node once."""
+    path = tmp_path / "slots.json"
+    words = f"bench comm --backend slots --ranks 4 --nodes 2 --numel 3M --repeats 1 --iterations 2 --json {path}"
+    assert python("-m", "ds_zipccl", *words.split()).returncode == 0
+    found = {(row["op"], row["variant"]): row for row in content(path)["rows"]}
+    assert {row["nodes"] for row in found.values()} == {2} and not any(row["wrong"] for row in found.values())
+    numel = found["all_gather", "raw"]["numel"]
+    assert found["all_gather", "plain"]["between_bytes"] is None
+    for op in KINDS:
+        assert found[op, "coded"]["between_bytes"] < found[op, "raw"]["between_bytes"]
+    shards = numel  # bytes of the two shards of a node
+    assert shards <= found["all_gather", "raw"]["between_bytes"] < 2 * shards
+
+
 def measured(rank: int, ranks: int, kind: str) -> list[dict[str, Any]]:
     """Return the rows of a rank on the simulated GPU."""
     case = cases.Case(kind, "bfloat16", 3000 * ranks, data.Spec("normal"), 1, 60.0, ("plain", "coded"), 2)

@@ -60,6 +60,10 @@ jobs. The column ``host_waits`` counts how often the host of a rank waits for it
 (mean). ``comm_ms`` is the host's time in calls, during which the device works. NCCL promises no order of additions.
 With more than two ranks the variants except plain therefore have ``reduction: fp32`` and are compared with each other.
 
+``--backend slots`` trains on CPUs by the schedules of NCCL groups, as in ``bench comm --help``; ``--nodes M`` needs no
+link then. ``host_waits`` are those of a GPU job. ``between_mb``: 1e6 bytes that rank 0's node has sent to other nodes
+in coded calls of the whole run, if its ranks send alike. Times say nothing about GPUs.
+
 ``--link LINK`` is ``RATE[,DELAY[~JITTER]][,LOSS]``, as in ``bench comm --help``. It needs root and pyroute2.
 
 The exit status is 1 if a run failed or any bit differs.
@@ -99,7 +103,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         f"{', '.join((*VARIANTS, ZEROPP))}, or settings such as tp=round:3; plain always runs (default: plain coded)"
     )
     option("--variants", nargs="+", type=_variant, default=["plain", "coded"], metavar="V", help=which)
-    option("--backend", choices=BACKENDS, default="gloo", help="gloo: on CPUs; nccl: on GPUs (default: gloo)")
+    option(
+        "--backend",
+        choices=BACKENDS,
+        default="gloo",
+        help="gloo: on CPUs; nccl: on GPUs; slots: NCCL's schedules on CPUs (default: gloo)",
+    )
     option("--ranks", nargs="+", type=int, default=[2], metavar="N", help="number of processes (default: 2)")
     link.add_arguments(parser)
     option("--steps", type=int, default=20, metavar="K", help="optimizer steps per run (default: 20)")
