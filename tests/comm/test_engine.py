@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import corpus
@@ -71,6 +72,47 @@ def gathers(rank: int, ranks: int) -> None:
         dist.all_reduce(wanted, group=pair)
         assert torch.equal(ours, wanted)
         assert [row["reasons"] for row in counters.rows()] == [{PassReason.SMALL_GAIN.value: 1}]
+
+
+class Sending(engine.Engine):
+    """Has messages and parameters of its own, and notes what a job tells it."""
+
+    def __init__(self) -> None:
+        self.told: list[Any] = []
+
+    def takes(self, state: GroupState, device: str) -> bool:
+        return True
+
+    def send(self, post: Any, *, bounded: bool) -> Any:
+        self.told.append(("send", post.peer, bounded))
+        return SimpleNamespace(wait=lambda: None)
+
+    def has_bases(self, request: Request) -> bool:
+        return len(request.parameters) == 1
+
+    def gather_parameters(self, request: Request) -> Any:
+        self.told.append([one.name for one in request.parameters])
+
+    def end_step(self, engine: Any) -> None:
+        self.told.append(engine)
+
+    def finish(self, place: torch.device, seconds: float) -> bool:
+        return False
+
+
+@runner.together(2)
+def everything_else(rank: int, ranks: int) -> None:
+    """Sends, gathers of parameters and the steps of a job reach an engine that nobody knows by name."""
+    engine.register(one := Sending())
+    words = torch.zeros(5000, dtype=torch.bfloat16)
+    comm.send(words, 1 - rank, config=CODED)
+    state = comm.parameter(dist.group.WORLD, "cpu", "weight", 5000)
+    whole = torch.zeros(10_000, dtype=torch.bfloat16)
+    comm.all_gather_into_tensor(whole, words, parameters=[state], config=CODED)
+    engine.end_step("a step")
+    assert one.told == [("send", 1 - rank, True), ["weight"], "a step"]
+    assert not engine.finish(torch.device("cpu"), 1.0) and engine.settle(CODED, torch.device("cpu")) is None
+    assert engine.never_coded("all_reduce", None, "cpu") is None
 
 
 test_programs = runner.programs(__name__)
