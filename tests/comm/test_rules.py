@@ -73,7 +73,7 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("reason", REFUSED)
+@pytest.mark.parametrize("reason", REFUSED, ids=repr)  # `make gpu` selects ids that end in "cuda"
 def test_each_reason(reason: str) -> None:
     assert admit(*REFUSED[reason]) == Decision(False, "", reason)
 
