@@ -286,7 +286,7 @@ def test_time_in_collectives_is_counted_once(monkeypatch: pytest.MonkeyPatch) ->
     from comm_time import CALLS, CommTime
 
     # Plain and coded calls are timed equally. These functions run inside all_reduce, or are not calls of the backend.
-    inside = {"calibrate", "allocate_bases", "reduce_to_owners", "agree_sizes", "check_frames", "gather_parts"}
+    inside = {"calibrate", "allocate_bases", "reduce_to_owners", "agree_sizes", "check_frames", "parameter"}
     assert {name for name in comm.__all__ if name.islower()} - inside <= set(CALLS)
     backend, clock = Backend(), CommTime()
     clock.watch(backend)

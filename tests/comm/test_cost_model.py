@@ -21,8 +21,7 @@ from ds_zipccl.benchmarks.links import link, namespaces
 from ds_zipccl.comm import tuner
 from ds_zipccl.comm.decision import DecisionMemory
 from ds_zipccl.comm.group_state import group_state, link_profile
-from ds_zipccl.comm.host import calibration
-from ds_zipccl.comm.transport import TRANSPORTS
+from ds_zipccl.comm.transport import TRANSPORTS, calibration
 from ds_zipccl.config import ZipcclConfig
 from ds_zipccl.lossy import Int, LossyCodec, Round
 from ds_zipccl.ops import TRAFFIC

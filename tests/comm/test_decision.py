@@ -470,8 +470,11 @@ def carried_out(
     monkeypatch.setattr("ds_zipccl.comm.request.group_size", lambda group: 2)
     monkeypatch.setattr(dist, "get_rank", lambda group: 0)
     monkeypatch.setattr(decision, "_remembered", lambda request, kind, state: (CODED, tuner))
-    monkeypatch.setattr(engine, "engine_of", lambda state, device: engine.host)
-    monkeypatch.setattr(engine, "start", lambda request, decision, timer: f"{decision} {timer is tuner}")
+    chosen = SimpleNamespace(
+        passes_now=lambda request: None, start=lambda request, decision, timer: f"{decision} {timer is tuner}"
+    )
+    monkeypatch.setattr(engine, "engine_of", lambda state, device: chosen)
+    monkeypatch.setattr(engine, "engine_for", lambda request: chosen)
     base: Any = SimpleNamespace(token=lambda: "t")
     usual = {"outputs": [torch.ones(NUMEL)], "plain": plain, "base": base, "numel": 2 * NUMEL}
     request = request_of(later=later, **{**usual, **more})

@@ -68,7 +68,7 @@ def autocast(lab: Lab) -> None:
     """Shards of 32 bits, gathered in 16."""
     options = {"bf16": {"enabled": False}, "torch_autocast": {"enabled": True, "dtype": "bfloat16"}}
     engine = start(lab, **options)
-    assert all(one.dtype is torch.bfloat16 for one in gathers.agreed_of([engine.module.head.weight]))
+    assert all(one.dtype is torch.bfloat16 for one in gathers.parameters_of([engine.module.head.weight]))
     lab.train_phase(engine, 3, "3 steps", {})
 
 

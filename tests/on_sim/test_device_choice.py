@@ -269,7 +269,7 @@ def may_copy(rank: int, ranks: int, based: int, base: str) -> PassReason | None:
         op="all_gather_into_tensor", tensor=torch.empty(0, device=f"cuda:{rank}"), group=None, options=options, parameters=agreed,
         sum=SimpleNamespace(op=None), numel=2 << 20, nbytes=lambda: 8 << 20,
     )  # fmt: skip
-    return engine.passes_now(request)  # type: ignore[arg-type]
+    return engine.StreamEngine().passes_now(request)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
