@@ -154,8 +154,8 @@ def add_in_fp32(
     have arrived. ``out`` may be the memory of the own contribution. ``flushes[r]``: whether adding the contribution of rank r flushes
     denormals."""
     buffers = PooledBuffers()
-    total = buffers.empty(out.numel(), torch.float32)
-    _add_in_order(contributions, ranks, total, buffers.empty(out.numel(), out.dtype), flushes)
+    total = buffers.empty(out.numel(), torch.float32, out.device)
+    _add_in_order(contributions, ranks, total, buffers.empty(out.numel(), out.dtype, out.device), flushes)
     if divisor > 1:
         divide(total, divisor)
     out.copy_(total)

@@ -10,9 +10,6 @@ from ds_zipccl.policy import cost_model
 from ds_zipccl.policy.admission import PassReason
 from ds_zipccl.policy.cost_model import DeviceProfile, Topology
 
-#: CUDA's variable: the number of hardware queues. With one, work behind a stream's wait waits too, whatever its stream.
-QUEUES = "CUDA_DEVICE_MAX_CONNECTIONS"
-
 
 @dataclass(frozen=True)
 class Settled:
@@ -49,7 +46,7 @@ class Settled:
         if self.compared and not self.reason:
             parts.append(f"plain in the first {self.compared} steps, which compare coded copies")
         if self.one_queue:
-            parts.append(f"no overlap of coded calls with computing, as {QUEUES} is 1: unset it")
+            parts.append(f"no overlap of coded calls with computing, as CUDA_DEVICE_MAX_CONNECTIONS is 1: unset it")
         return "; ".join(parts)
 
 

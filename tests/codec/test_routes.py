@@ -50,12 +50,12 @@ def test_frames_of_a_config_take_the_preferred_route(monkeypatch: pytest.MonkeyP
         class config:
             block, route = 1024, "cupy"
 
-        codec, staging, device, rounding, op, role = "cascade", None, "cpu", None, "send", "pp"
+        codec, rounding, op, role = "cascade", None, "send", "pp"
         state, refusing = SimpleNamespace(backoff=lambda *kind: None), None
 
     assert frames.FrameCoder(Context).route == "auto"  # type: ignore[arg-type]
-    Context.device = "cuda"
-    assert frames.FrameCoder(Context).route == "cupy"  # type: ignore[arg-type]
+    Context.config.route = "numba"
+    assert frames.FrameCoder(Context).route == "numba"  # type: ignore[arg-type]
 
 
 def test_one_route_is_used_while_another_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:

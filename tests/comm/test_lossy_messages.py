@@ -331,7 +331,7 @@ def several_nodes(rank: int, ranks: int) -> list[str]:
 @runner.together(2)
 def a_base_is_exact(rank: int, ranks: int) -> None:
     whole, own = torch.empty(4000), torch.ones(4000 // ranks)
-    with pytest.raises(ValueError, match=r"got lossy=round mantissa 3 with a base or agreed sizes"):
+    with pytest.raises(ValueError, match=r"got lossy=round mantissa 3 with a base or parameters"):
         api(Round()).all_gather_into_tensor(whole, own, base=comm.IN_PLACE)
 
 

@@ -15,10 +15,9 @@ import pytest
 import tiers
 import torch
 import torch.distributed as dist
-from engines import DIFFERENCE, FIRST, OTHER, ZERO3, Lab, Model, Trained, bits, rank_program, train_each
+from engines import DIFFERENCE, FIRST, OTHER, ZERO3, Lab, Model, Trained, bits, rank_program, slot_of, train_each
 
 from ds_zipccl.comm.host import cached, gather
-from ds_zipccl.integration.zero import gathers
 from ds_zipccl.telemetry import counters
 
 CODED, HOST, DEVICE, AUTO, OFF = "coded", "host", "device", "auto", "off"
@@ -200,7 +199,7 @@ def one_bit(lab: Lab, name: str, *, proven: bool) -> None:
     """One rank's copy of another rank's shard differs in a bit: the shard goes in full, or not where all hashes are planted as equal."""
     engine, dense = start(lab, name), name in SETTINGS
     lab.train_phase(engine, 2, "before", {FIRST: 1, DIFFERENCE: 1})
-    slot = None if dense else gathers.slot_of(engine.module.head.weight)
+    slot = None if dense else slot_of(engine.module.head.weight)
     if lab.rank == 1 and (dense or slot is not None):
         copy = whole(engine) if slot is None else slot.memory[0]
         copy[1000].view(torch.int16).bitwise_xor_(-(1 << 15))  # no rounding hides a wrong sign, no decoder sees it

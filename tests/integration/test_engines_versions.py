@@ -13,7 +13,7 @@ from unittest import mock
 
 import pytest
 import torch
-from engines import BATCH, CONTEXT, FIRST, SOURCES, ZERO3, Lab, Model, bits, digest, rank_program
+from engines import BATCH, CONTEXT, FIRST, SOURCES, ZERO3, Lab, Model, bits, digest, rank_program, slot_of
 from programs import launch, plain_and_coded, reference
 from tiers import mostly_full
 
@@ -21,7 +21,6 @@ from ds_zipccl.comm import topology, work
 from ds_zipccl.comm.buffer_pool import PooledBuffers
 from ds_zipccl.comm.host import cached
 from ds_zipccl.comm.host import gather as host_gather
-from ds_zipccl.integration.zero import gathers
 from ds_zipccl.telemetry import counters
 
 #: (zero3_base, mode) of the runs. With auto frozen parameters have bases, otherwise all parameters have.
@@ -70,7 +69,7 @@ def bases(engine: Any) -> dict[str, Any]:
     trains = hasattr(engine.optimizer, "step")
     free = [(name, one) for name, one in named if not (one.requires_grad and trains) and not one.ds_persist]
     return {
-        "held": [name for name, one in named if gathers.slot_of(one) is not None],
+        "held": [name for name, one in named if slot_of(one) is not None],
         "frozen": [name for name, _ in free],
         "memory": counters.memory().get("copies of gathered parameters", 0),
         "bytes": sum(one.ds_numel * one.ds_tensor.element_size() for _, one in free),
@@ -235,7 +234,7 @@ def by_node(lab: Lab) -> None:
     """Two nodes of two ranks: DeepSpeed's secondary shards, and our bases, are those of a node."""
     topology.here = lambda: f"node {lab.rank // 2}"
     HPZ(lab)
-    slot = gathers.slot_of(lab.engines[0].module.layers[0].weight)
+    slot = slot_of(lab.engines[0].module.layers[0].weight)
     lab.losses.append("" if slot is None else f"{slot.node_ranks}")
 
 

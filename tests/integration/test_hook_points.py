@@ -261,8 +261,6 @@ def train(section, stage):
         losses.append(loss.item().hex())
         built.backward(loss)
         built.step()
-    if section is not None:  # no agreement may begin, as changes of parameters are not learned
-        assert not any(hasattr(param, "ds_zipccl_versions") for param in built.module.parameters())
     built.destroy()
     return losses
 

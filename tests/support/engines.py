@@ -57,6 +57,12 @@ class Model(nn.Module):
         return nn.functional.cross_entropy(self.head(hidden).flatten(0, 1).float(), follow.flatten())
 
 
+def slot_of(param: Any) -> Any:
+    """The base of a parameter of ZeRO-3, None without one."""
+    state = getattr(param, "ds_zipccl_state", None)
+    return None if state is None else state.slot()
+
+
 class Lab:
     """One case on one rank: makes and trains engines, and collects the results to compare."""
 

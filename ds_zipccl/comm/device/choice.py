@@ -40,12 +40,14 @@ from ds_zipccl.ops import OPS
 from ds_zipccl.policy import base_copies, cost_model, trial
 from ds_zipccl.policy.admission import PassReason
 from ds_zipccl.policy.cost_model import SUM, DeviceProfile, Topology
-from ds_zipccl.policy.settled import QUEUES, Settled, sums_of
+from ds_zipccl.policy.settled import Settled, sums_of
 from ds_zipccl.telemetry import counters
 
 #: Steps of other engines after which these count, not the steps of the first engine (seed: that engine has ended).
 _OTHER_STEPS = 64
 _WHAT = "moves by whole steps"
+#: CUDA's variable: the number of hardware queues. With one, work behind a stream's wait waits too, whatever its stream.
+_QUEUES = "CUDA_DEVICE_MAX_CONNECTIONS"
 
 
 def settle(config: ZipcclConfig, device: torch.device) -> Settled | None:
@@ -67,7 +69,7 @@ def settle(config: ZipcclConfig, device: torch.device) -> Settled | None:
         profile = calibration.measure(group, config, device)
         state.device_profiles[device.type, state.backend(device.type)] = profile
     state.device_sums = sums_of(config, topology, profile)
-    one_queue = device.type == "cuda" and "1" in tell(group, os.environ.get(QUEUES, "")).values()
+    one_queue = device.type == "cuda" and "1" in tell(group, os.environ.get(_QUEUES, "")).values()
     rule = rule_of(topology, profile, one_queue)
     if "auto" in modes and rule.reason is None and profile is not None:
         state.of(GroupChoice).steps = Steps(config, device)
