@@ -154,7 +154,10 @@ class Request:
     @property
     def based(self) -> bool:
         """Return whether ranks may hold an earlier result."""
-        return self.base is not None
+        ranks, some = group_size(self.group), self.parameters
+        return self.base is not None or (
+            bool(some) and all(one.fitting(ranks, self.tensor.dtype) is not None for one in some)
+        )
 
     @property
     def plain_sums(self) -> bool:

@@ -46,7 +46,7 @@ class Settled:
         if self.compared and not self.reason:
             parts.append(f"plain in the first {self.compared} steps, which compare coded copies")
         if self.one_queue:
-            parts.append(f"no overlap of coded calls with computing, as CUDA_DEVICE_MAX_CONNECTIONS is 1: unset it")
+            parts.append("no overlap of coded calls with computing, as CUDA_DEVICE_MAX_CONNECTIONS is 1: unset it")
         return "; ".join(parts)
 
 
