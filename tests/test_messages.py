@@ -160,7 +160,8 @@ def found(modules: dict[str, Module], callers: set[Place]) -> set[Place]:
 
 def listed(page: str) -> dict[Place, str]:
     """Place -> what decides, of the rows of a page; a class stands for its methods."""
-    rows = re.findall(r"^\| `([\w/]+\.py)`: (.+?) \| .+? \| (.+?) \| .*\|$", page, flags=re.M)
+    part = page.partition("\n## What decides that a message leaves\n")[2]
+    rows = re.findall(r"^\| `([\w/]+\.py)`: (.+?) \| .+? \| (.+?) \| .*\|$", part, flags=re.M)
     assert rows, "docs/architecture.md has no table of messages"
     return {(file, name): decides for file, names, decides in rows for name in re.findall(r"`([\w.]+)`", names)}
 

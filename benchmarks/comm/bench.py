@@ -28,8 +28,8 @@ ds_zipccl has a schedule on NCCL groups, and ``auto`` is not a variant. The colu
 * ``wrong``: with more than two ranks, raw and coded sums are compared with fp32 sums in rank order, because NCCL
   promises no order.
 
-``--backend slots`` runs the schedules of NCCL groups on CPUs: gloo carries the collectives, the C++ kernels make the
-frames. ``--nodes M`` needs no link then; each rank takes itself to be in one of M nodes. Bytes and waits are those of
+``--backend slots`` runs the schedules of NCCL groups on CPUs: gloo carries the collectives, the C++ kernels code and
+decode. ``--nodes M`` needs no link then; each rank takes itself to be in one of M nodes. Bytes and waits are those of
 a cluster, times are not. Columns as with nccl, and:
 
 * ``between_bytes``: bytes that a node sends to other nodes per call, if all its ranks send as rank 0 does. A
