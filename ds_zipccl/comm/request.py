@@ -154,10 +154,10 @@ class Request:
     @property
     def based(self) -> bool:
         """Return whether ranks may hold an earlier result."""
-        ranks, some = group_size(self.group), self.parameters
-        return self.base is not None or (
-            bool(some) and all(one.fitting(ranks, self.tensor.dtype) is not None for one in some)
-        )
+        if self.base is not None or not self.parameters:
+            return self.base is not None  # nearly every call of a job ends here
+        ranks, dtype = group_size(self.group), self.tensor.dtype
+        return all(one.fitting(ranks, dtype) is not None for one in self.parameters)
 
     @property
     def plain_sums(self) -> bool:

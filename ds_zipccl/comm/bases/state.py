@@ -53,8 +53,9 @@ class GatheredParameter:
     def fitting(self, ranks: int, dtype: torch.dtype) -> BaseSlot | None:
         """Return the base of gathers over so many ranks in a dtype, None if there is none. Equal on all ranks."""
         found = self.slot()
-        fits = found is not None and self.numel and found.memory.dtype is dtype
-        return found if fits and found is not None and found.memory.shape == (ranks, self.numel) else None
+        if found is None or not self.numel or found.memory.dtype is not dtype:
+            return None
+        return found if found.memory.shape == (ranks, self.numel) else None
 
     def forget(self) -> None:
         """End the version: the shard changes. All ranks of the group call, before one of them uses the changed shard. Does not block."""

@@ -56,9 +56,8 @@ class StreamEngine(Engine):
         if request.sum.op is None or request.sum.either(config):
             nbytes = None if request.numel is None else request.nbytes()
             based = sum(one.numel for one in request.parameters if one.slot()) if config.zero3_base == "auto" else 0
-            copies = 2 * based > sum(
-                one.numel for one in request.parameters
-            )  # auto has bases of frozen parameters alone
+            # auto has bases of frozen parameters alone
+            copies = 2 * based > sum(one.numel for one in request.parameters)
             reason = reason_to_pass(request.op, role, nbytes, config, group, device.type, copies=copies)
             if reason is not None:
                 return reason
@@ -112,7 +111,7 @@ class StreamEngine(Engine):
     def check_frames(
         self, device: torch.device, group: dist.ProcessGroup | None, config: ZipcclConfig, role: str
     ) -> None:
-        agreed.check_frames(device, group, config=config, role=role)
+        agreed.check_frames(device, group, config, role)
 
     def bases_gain(self, group: dist.ProcessGroup, device: str) -> bool:
         return choice.bases_gain(group, device)

@@ -80,6 +80,7 @@ def all_gather_into_tensor(
             f"the parameters have {[one.numel for one in parameters]} elements, the input has {input_tensor.numel()}; "
             "name all parameters of the input, in their order"
         )
+    request = None
     if state is not None and not tensors.is_traced(type(output_tensor)):
         request = request_shards(name, [output_tensor], [input_tensor], group, async_op, call)
         request.parameters, chosen = parameters, engine.engine_of(state, output_tensor.device.type)
@@ -91,7 +92,8 @@ def all_gather_into_tensor(
             return dist.all_gather_into_tensor(output_tensor, input_tensor, group, async_op)
 
         return pass_small(name, call, output_tensor.nbytes, group, plain)
-    request = request_shards(name, [output_tensor], [input_tensor], group, async_op, call)
+    if request is None:
+        request = request_shards(name, [output_tensor], [input_tensor], group, async_op, call)
     request.base, request.parameters = base, parameters
     return run(request)
 

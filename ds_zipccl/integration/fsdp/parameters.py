@@ -19,6 +19,7 @@ from ds_zipccl.comm.group_state import group_state
 from ds_zipccl.config import ZipcclConfig
 from ds_zipccl.integration.zero import gathers
 from ds_zipccl.integration.zero.gathers import Gathered
+from ds_zipccl.policy import admission
 
 
 class Unit(NamedTuple):
@@ -43,14 +44,14 @@ class Parameters:
     ) -> None:
         self.model = weakref.ref(model)
         names = {id(param): name for name, param in model.named_parameters()}
-        self._of: dict[str, list[GatheredParameter]] = {}  # none for groups in the order of streams
+        self._of: dict[str, list[GatheredParameter]] = {}  # none in the order of streams: versions need DeepSpeed
         wanted: list[Gathered] = []
         for unit in units:
             states = self._of[unit.name] = []
-            members = group_state(unit.group)
-            asks = members is not None and not members.streams(
-                device.type
-            )  # versions need the ends that DeepSpeed tells
+            members, kind = group_state(unit.group), device.type
+            asks = members is not None and bool(
+                not members.streams(kind) and admission.difference_dtypes(kind, members.backend(kind))
+            )
             for sharded in unit.param_group.fsdp_params:
                 one = _gathered(unit, sharded)
                 if asks:

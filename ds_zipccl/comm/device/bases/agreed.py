@@ -32,7 +32,7 @@ from ds_zipccl.comm.device.gather import Piece, Plan, Shard
 from ds_zipccl.comm.device.sizes import agree
 from ds_zipccl.comm.device.streams import Stage
 from ds_zipccl.comm.group_state import GroupState, group_state, resolve_group
-from ds_zipccl.config import DEFAULT, ZipcclConfig
+from ds_zipccl.config import ZipcclConfig
 from ds_zipccl.frame import HEADER_BYTES
 from ds_zipccl.policy import wire
 from ds_zipccl.telemetry import counters
@@ -261,23 +261,8 @@ def agree_ahead(
         return agree_all(ctx, [(one, words) for one, words in parameters if isinstance(one, Agreed)])
 
 
-def check_frames(
-    device: torch.device,
-    group: dist.ProcessGroup | None = None,
-    *,
-    config: ZipcclConfig = DEFAULT,
-    role: str = "zero_param",
-) -> None:
-    """Raise if a rank of the group has refused a frame, on any group, so far. A collective; the host waits once.
-
-    Nothing happens where the group has not gathered with ``agreed`` since its last call of this function, or agreement.
-
-    Args:
-        device: has the tensors of the operations. The group's backend for the device is one in the order of streams.
-
-    Raises:
-        CommError: a frame was refused, or a rank did not come within the group's timeout. All ranks raise.
-    """
+def check_frames(device: torch.device, group: dist.ProcessGroup | None, config: ZipcclConfig, role: str) -> None:
+    """See :func:`ds_zipccl.comm.engine.check_frames`."""
     state = group_state(group)
     if state is None or state.of(_Unchecked).copies is None:
         return
