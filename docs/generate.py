@@ -228,69 +228,24 @@ def bypassed_features(page: Path) -> str:
     return table(("feature", "recognized by", "cost", "to do"), rows)
 
 
-def tuner_states(page: Path) -> str:
-    """The life of one choice, with the constants of the policy."""
-    often, rarely = trial.CHECK_CALLS
-    first, last = trial.REVIEW_CHECKS
+def step_states(page: Path) -> str:
+    """The life of a choice by whole steps, with the constants of the policy."""
+    window = f"{trial.SETTLE_STEPS} and {trial.WINDOW_STEPS} steps"
     return f"""```mermaid
 stateDiagram-v2
-    [*] --> Trial
-    Trial: First trial<br>{trial.TRIAL_CALLS} calls of each candidate
-    Exchange: Timing exchange<br>every rank tells its times,<br>the decision comes {trial.DELAY_CALLS[0]} calls later
-    Follow: Follow the choice<br>{often} or {rarely} calls, untimed
-    Check: Check<br>the last {trial.PROBE_CALLS} calls are timed
-    Review: Review<br>{trial.PROBE_CALLS} calls of the other candidates
-    Trial --> Exchange
-    Exchange --> Follow: all ranks switch at one call
-    Follow --> Check
-    Check --> Follow: as fast as before
-    Check --> Review: every {first} to {last} checks
-    Check --> Review: {trial.DRIFT} times faster or slower
-    Review --> Exchange
+    [*] --> Follow: coded
+    Follow: Follow the choice<br>{trial.WARMUP_STEPS} steps at first, then as many<br>as keep the cost of probes at {trial.PROBE_SHARE:.0%}
+    Probe: Probe<br>{trial.PROBE_WINDOWS} windows of {window} for each schedule
+    Trial: Trial<br>{trial.TRIAL_WINDOWS} windows for each schedule
+    Follow --> Probe
+    Probe --> Follow: the choice is ahead,<br>or one is {trial.CLEARLY_SLOWER} times as fast
+    Probe --> Trial: the first one, or the other is ahead
+    Trial --> Follow: all ranks switch at one step
 ```"""
 
 
-def tuner_constants(page: Path) -> str:
-    """The constants of the policy that the tuner goes by."""
-    asynchronous = trial.DELAY_CALLS[1]
-    rows = (
-        ("calls of each candidate in the first trial", trial.TRIAL_CALLS),
-        (
-            "the same of all-to-alls, in the first and the second round",
-            "{} and {}".format(*trial.EXCHANGE_ROUNDS),
-        ),
-        ("share of the best time above which a candidate has no second round", trial.CLEARLY_SLOWER),
-        ("calls between agreements on the size of uneven all-to-alls", trial.SIZE_CALLS),
-        (
-            "calls of each candidate in a review, and calls of a check",
-            f"{trial.PROBE_CALLS}; asynchronous {trial.TRIAL_CALLS}",
-        ),
-        (
-            "calls between a timing exchange and its decision",
-            f"{trial.DELAY_CALLS[0]}; all-to-alls {trial.EXCHANGE_DELAY}; asynchronous {asynchronous}",
-        ),
-        ("share of the current time that another candidate must stay below", trial.HYSTERESIS),
-        ("weight of a new measurement in an estimate", trial.FOLLOW),
-        ("factor of a time that starts a review at once", trial.DRIFT),
-        (
-            f"calls between checks, of calls above and below {trial.CHECK_SECONDS * 1e3:g} ms",
-            " and ".join(map(str, trial.CHECK_CALLS)),
-        ),
-    )
-    same, mixed, most = trial.SETTLE_CALLS
-    more = (
-        ("bytes of the smallest shard that goes as a difference", admission.DELTA_SHARD_BYTES),
-        (
-            "differences before the first timed one: of one tensor, of tensors that cannot be told apart",
-            f"{same}, {mixed}",
-        ),
-        ("differences after which they are timed in any case", most),
-    )
-    return table(("constant", "value"), (*rows, *more))
-
-
 def step_constants(page: Path) -> str:
-    """The constants by which moves on NCCL groups are chosen."""
+    """The constants by which whole steps are compared."""
     rows = (
         ("steps before the first trial", trial.WARMUP_STEPS),
         (
@@ -308,6 +263,7 @@ def step_constants(page: Path) -> str:
             "standard deviations by which they must be ahead, in a probe and in a trial",
             f"{trial.AHEAD_IN_PROBE} and {trial.AHEAD_IN_TRIAL}",
         ),
+        ("bytes of the smallest shard that goes as a difference", admission.DELTA_SHARD_BYTES),
         ("GB/s of a node's network cards from which on nothing is tried", f"{cost_model.FAST_NODE / 1e9:g}"),
     )
     return table(("constant", "value"), rows)
@@ -369,8 +325,7 @@ SECTIONS: dict[str, Section] = {
     "matrix": matrix,
     "reasons": reasons,
     "tools": tools,
-    "tuner_constants": tuner_constants,
-    "tuner_states": tuner_states,
+    "step_states": step_states,
     "beyond": trained.beyond,
     "codec": measured.codec,
     "comm": measured.comm,

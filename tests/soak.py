@@ -24,6 +24,7 @@ from typing import Any
 import ranks as runner
 import torch
 import torch.distributed as dist
+from moves import turn
 from test_environments import ENVIRONMENTS
 
 from ds_zipccl import comm
@@ -31,7 +32,6 @@ from ds_zipccl.comm.buffer_pool import KEEP_BYTES
 from ds_zipccl.comm.host.gather import SharedBase
 from ds_zipccl.comm.shadow_check import bits
 from ds_zipccl.config import ZipcclConfig
-from ds_zipccl.policy import trial
 
 RANKS = 4
 #: Ranks of the groups beside that of all ranks.
@@ -231,7 +231,6 @@ def soak(rank: int, ranks: int, seconds: float, seed: int, plant: Callable[[], N
     """
     if plant is not None and rank == 1:
         plant()
-    trial.CHECK_CALLS, trial.REVIEW_CHECKS = (8, 8), (1, 4)  # schedules change often
     draw, numbers = random.Random(seed), itertools.count()
     groups = [(members, dist.new_group(members)) for members in GROUPS] + [(list(range(ranks)), dist.group.WORLD)]
     weights = [Weights(*pair) for pair in groups]
@@ -243,6 +242,7 @@ def soak(rank: int, ranks: int, seconds: float, seed: int, plant: Callable[[], N
         pending: list[tuple[Task, torch.Tensor, Any, torch.Tensor]] = []
         for _ in range(BLOCK):
             task = Task(draw, groups, next(numbers))
+            turn(plain=draw.random() < 0.5)
             if rank not in task.members:
                 continue
             run, x = OPERATIONS[task.op], task.data(rank)

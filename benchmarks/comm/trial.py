@@ -26,7 +26,6 @@ from ds_zipccl.benchmarks.links.backends import BACKENDS, Backend
 from ds_zipccl.comm.group_state import find_nodes
 from ds_zipccl.comm.transport import calibration
 from ds_zipccl.config import ZipcclConfig
-from ds_zipccl.policy import trial
 from ds_zipccl.telemetry import counters
 
 if TYPE_CHECKING:
@@ -105,8 +104,6 @@ def measure(
 ) -> list[dict[str, Any]]:
     """Return a row of the case for each variant; the rows are equal on all ranks."""
     trial = Trial(case, rank, ranks, backend, device)
-    for _ in range(settling(case.op) if "auto" in case.variants else 0):
-        trial.run("auto")
     runs = torch.zeros(case.repeats + 1, len(case.variants), len(astuple(Run())), dtype=torch.float64)
     for repeat in range(case.repeats + 1):  # the first run builds kernels and touches pages: only its bits count
         for index, variant in enumerate(case.variants):
@@ -140,12 +137,6 @@ def measure(
             row["between_bytes"] = int(slowest[-1].between) if slowest[-1].sent else None
         rows.append(row)
     return rows
-
-
-def settling(op: str) -> int:
-    """Greatest number of calls before the tuner has chosen one of four schedules."""
-    soon, late = trial.DELAY_CALLS
-    return 4 * trial.TRIAL_CALLS + (late if ops.OPS[op].one_sided else soon) + 1
 
 
 def _config(variant: Variant, backend: Backend) -> ZipcclConfig | None:

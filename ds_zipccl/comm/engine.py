@@ -11,16 +11,15 @@ import torch
 import torch.distributed as dist
 
 from ds_zipccl.comm.bases.state import GatheredParameter
-from ds_zipccl.comm.context import OpContext
 from ds_zipccl.comm.group_state import GroupState, find_nodes, group_state
 from ds_zipccl.comm.request import Post, Request
 from ds_zipccl.comm.transport import calibration
-from ds_zipccl.comm.tuner import CallTimer
 from ds_zipccl.comm.work import Work
 from ds_zipccl.config import DEFAULT, ZipcclConfig
 from ds_zipccl.policy.admission import Decision, PassReason
 from ds_zipccl.policy.cost_model import LinkProfile
 from ds_zipccl.policy.settled import Settled
+from ds_zipccl.telemetry import counters
 
 
 class Engine:
@@ -45,15 +44,8 @@ class Engine:
         """Return the largest of all ranks of each number, before a call with owners; blocks."""
         raise NotImplementedError
 
-    def open_context(self, request: Request, decision: Decision) -> OpContext:
-        """Return a context with new tags of the group, for ranks that agree on times of calls."""
-        raise NotImplementedError
-
-    def start(self, request: Request, decision: Decision, timer: CallTimer | None = None) -> Any:
+    def start(self, request: Request, decision: Decision) -> Any:
         """Execute a call by frames, and count its bytes. Returns as torch.distributed does: None, or a handle if ``request.async_op``.
-
-        Args:
-            timer: of a timed call; the time is that of the call on this rank.
 
         Raises:
             CommError: a peer or the transport failed, or a frame was refused. The handle of an ``async_op`` call raises in ``wait()``.
@@ -188,8 +180,9 @@ def settle(config: ZipcclConfig, device: torch.device) -> Settled | None:
 
 
 def end_step(engine: Any) -> None:
-    """See :meth:`Engine.end_step`."""
-    for one in ENGINES:
+    """See :meth:`Engine.end_step`. The step is counted."""
+    counters.record_saved("")
+    for one in ENGINES if dist.group.WORLD is not None else ():
         one.end_step(engine)
 
 
@@ -208,8 +201,8 @@ def calibrate(group: dist.ProcessGroup | None = None) -> LinkProfile:
     """Measure link and codec of a group (None: the default group) for ``mode`` auto, and find the ranks that share a node.
 
     A collective: every rank of the group calls, while the group has no other operation in flight. Blocks for less than 2 s. A group
-    without a measurement uses that of the default group. Without any measurement every schedule is tried, gathers do not go by node,
-    sums do not go in two levels, and sends are always compressed.
+    without a measurement uses that of the default group. Without any measurement everything is compressed, gathers do not go by node,
+    and sums do not go in two levels.
 
     Raises:
         ValueError: the group has one rank, this rank is not in the group, or the group's CPU tensors do not go over gloo.

@@ -1,5 +1,5 @@
 """The execution of a call, by the plain collective or by a schedule, on the caller's thread or in the background. Every call is counted;
-some are timed or checked."""
+some are checked."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def execute(choice: Choice, request: Request) -> Any:
     # a caller may change its lists as soon as an asynchronous call has returned
     request.inputs, request.outputs = tuple(request.inputs), tuple(request.outputs)
     if choice.decision.frames:
-        return engine.engine_for(request).start(request, choice.decision, choice.timer)
+        return engine.engine_for(request).start(request, choice.decision)
     if choice.decision.reason == PassReason.NOT_A_MEMBER.value:
         return request.plain(request.inputs, request.outputs, request.async_op)
     if choice.decision.reason == PassReason.TRACED.value:
@@ -65,13 +65,8 @@ def pass_small(
 def _execute_plain(choice: Choice, request: Request) -> Any:
     """Execute a call by the plain collective. Where schedules compete, results must not depend on the choice: the plain collective then
     gets tensors in the element order of our schedules."""
-    timer = choice.timer
-    if timer is not None:
-        timer.start()
     in_order = choice.competing and not _suits_plain(request)
     handle = _plain_in_order(request) if in_order else _uncompressed(request)
-    if timer is not None:
-        timer.stop_after(handle) if request.async_op else timer.stop()
     options, reason = request.options, choice.decision.reason
     counters.record_pass(options.role, request.op, request.sent_bytes(), reason, kind=options.kind)
     return handle

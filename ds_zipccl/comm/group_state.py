@@ -36,8 +36,6 @@ class GroupState:
         self.nodes: list[list[int]] | None = None
         self.places: dict[int, int] = {}  # of the default group: global rank -> node
         self.profile: LinkProfile | None = None  # as measured
-        #: What the group's collectives have shown of the link; for its collectives alone, as only their order is one on all ranks.
-        self.corrected: LinkProfile | None = None
         #: Of the default group: the sums of groups in stream order where `reduction` is auto, "fp32" or "plain"; set once, at configure.
         self.device_sums = "fp32"
         #: Of groups in stream order, by device and backend.

@@ -193,14 +193,6 @@ class Request:
         sends = not OPS[self.op].one_sided or self.inputs
         return OPS[self.op].sent_bytes(self.numel * itemsize, ranks) if sends else 0
 
-    def may_meet(self) -> bool:
-        """Return whether ranks may wait for each other before the call: a blocking call in which every rank needs data of every other.
-
-        In an uneven all-to-all a rank may need no data. It may wait all the same, because gloo's all-to-all waits for a message of every
-        peer, also for an empty one.
-        """
-        return not self.async_op and not OPS[self.op].one_sided
-
 
 class Change(NamedTuple):
     """The change of a message's values: by a codec, or by factors, whose product the tensor then is; or none."""

@@ -186,17 +186,6 @@ class PassReason(Enum):
         "secondary shards",
         "ZeRO-3 gathers a secondary copy of its shards (`zero_hpz_partition_size`) inside a node, where plain communication is fast.",
     )
-    PLAIN_IS_FASTER = (
-        "plain is faster",
-        "The tuner has measured the plain collective and our schedules for this kind of message, and the plain one won.",
-        'None is needed on a fast link. `"mode": "always"` codes the message all the same, to compare.',
-    )
-    TRIAL = (
-        "trying schedules",
-        "The tuner is timing the plain collective and our schedules for this kind of message, and it was the turn of the plain one, or the "
-        "times of other ranks were on their way. Nothing is decided yet.",
-        "None is needed: a trial takes seven calls of each schedule, and later trials fewer.",
-    )
     INSIDE_NODE = (
         "inside one node",
         "All ranks of the NCCL group are on one node, and reach each other without a network: coding would take longer than sending.",
@@ -228,13 +217,12 @@ class PassReason(Enum):
     )
     STEPS_ARE_FASTER = (
         "plain is faster by whole steps",
-        "Whole optimizer steps took longer with coded gathers and exchanges on NCCL groups than with plain ones, or a trial is comparing "
-        "the two.",
+        "Whole optimizer steps took longer with coded calls than with plain ones, or a trial is comparing the two.",
         'None is needed on a fast network. `"mode": "always"` codes the message all the same, to compare.',
     )
     LINK_IS_FASTER = (
         "link faster than coding",
-        "A single send would take longer as a compressed frame than uncompressed, by the measured speeds of link and codec.",
+        "A message on a gloo group would take longer as compressed frames, by the speeds of link and codec measured at the start.",
         'None is needed on a fast link. `"mode": "always"`, or `"roles": {"pp": "always"}`, codes it all the same.',
     )
     SMALL_GAIN = (
@@ -406,7 +394,7 @@ def candidates(message: Message, config: ZipcclConfig, exact: bool, levels: bool
     ours = tuple(dict.fromkeys((replace(full, codec="raw"), full, coded)))
     if goes_by_node:
         ours += (replace(coded, by_node=True),)
-    return (Decision.passing(PassReason.PLAIN_IS_FASTER), *ours) if exact else ours
+    return (Decision.passing(PassReason.LINK_IS_FASTER), *ours) if exact else ours
 
 
 # ---- pipelines: sends that a low-rank codec takes, and the ranks that share a weight of several stages ---------------

@@ -30,9 +30,11 @@ if TYPE_CHECKING:
 TYPICAL_RATIO = {"bfloat16": 1.50, "float16": 1.17, "float32": 1.20}
 #: Ratio of parameters against those of the last step (measured: 4 to 6 in the peak-rate phase of a training, more later).
 DELTA_RATIO = 4.0
-#: Frames of one kind are not tried if frames of another kind take less than this share of their predicted time (seed: the model is
-#: right within 20%).
-CLEARLY = 0.8
+#: Frames are used if their predicted time is below this share of the plain message's (seed: the model is right within 20%, and frames cost
+#: memory too).
+WORTH_BELOW = 0.85
+#: Bytes of an uneven all-to-all, whose size each rank knows only of itself (seed).
+UNEVEN_BYTES = 1 << 20
 _ITEMSIZE = 2  # bytes of a bf16 element
 #: plain: bandwidth-optimal rings; gloo: torch.distributed's own schedules on gloo; raw and coded: our schedules, without and with
 #: compression.
@@ -98,10 +100,6 @@ class LinkProfile:
     def send_seconds(self, nbytes: float) -> float:
         """Return the seconds of a message of ``nbytes`` in one direction."""
         return self.alpha + self.one_way * (self.seconds(nbytes) - self.alpha)
-
-    def slowed(self, factor: float) -> LinkProfile:
-        """Return the profile of a link whose messages take ``factor`` times as long."""
-        return replace(self, transfer=tuple((nbytes, factor * seconds) for nbytes, seconds in self.transfer))
 
     def to_json(self) -> dict[str, Any]:
         """Return the profile as an object for :mod:`json`."""
@@ -223,27 +221,26 @@ def _fragment_bytes(nbytes: int, itemsize: int, ranks: int, staging: int) -> int
     return itemsize * wire.fragment_numel(nbytes // itemsize, itemsize, ranks, staging)
 
 
-def prune_candidates(
-    candidates: Sequence[Decision], message: Message, profile: LinkProfile | None
-) -> tuple[Decision, ...]:
-    """Return the schedules worth a trial: the plain collective, and the frames that no other frames clearly beat. Without a measured
-    profile, or an expected size of lossy frames, all schedules are worth a trial. Schedules of a sum in two levels differ only between
-    nodes, so only this level counts: the ranks with one local rank, one of each node, sum their part of the message."""
-    traffic = OPS[message.op].traffic
-    if profile is None or not traffic or message.nbytes is None or (coded := _coded_ratio(message)) is None:
-        return tuple(candidates)
+def fastest(candidates: Sequence[Decision], message: Message, profile: LinkProfile | None) -> Decision:
+    """Return the schedule that is predicted to take the shortest time; of frames of one kind the last one, which goes by node. Without a
+    measured profile, or an expected size of lossy frames, that is the last candidate.
+
+    A message whose size each rank knows only of itself counts as :data:`UNEVEN_BYTES`, and a reduce as the broadcast that sends as much the
+    other way. Schedules of a sum in two levels differ only between nodes, so only this level counts: the ranks with one local rank, one of
+    each node, sum their part of the message."""
+    traffic = OPS[message.op].traffic or "broadcast"
+    if len(candidates) == 1 or profile is None or (coded := _coded_ratio(message)) is None:
+        return candidates[-1]
     ranks = message.nodes or message.ranks
-    nbytes = message.nbytes * ranks / message.ranks
-    seconds = {}
-    for decision in candidates:
-        if decision.frames:
-            variant, ratio = ("raw", 1.0) if decision.codec == "raw" else ("coded", coded)
-            if decision.with_base:
-                ratio = DELTA_RATIO
-            kind = decision.codec, decision.with_base
-            seconds[kind] = predict(traffic, variant, nbytes, ranks, profile, ratio)
-    best = min(seconds.values(), default=0.0)
-    return tuple(one for one in candidates if not one.frames or best >= CLEARLY * seconds[one.codec, one.with_base])
+    nbytes = (UNEVEN_BYTES if message.nbytes is None else message.nbytes) * ranks / message.ranks
+
+    def seconds(decision: Decision) -> float:
+        if not decision.frames:
+            return WORTH_BELOW * predict(traffic, "gloo", nbytes, ranks, profile)
+        variant, ratio = ("raw", 1.0) if decision.codec == "raw" else ("coded", coded)
+        return predict(traffic, variant, nbytes, ranks, profile, DELTA_RATIO if decision.with_base else ratio)
+
+    return min(reversed(candidates), key=seconds)
 
 
 def _coded_ratio(message: Message) -> float | None:
@@ -311,10 +308,6 @@ def lossy_size(codec: LossyCodec, dtype: str, lossless_bits: float) -> LossySize
 
 
 # ---- sends -----------------------------------------------------------------------------------------------------------
-
-#: A send is coded if its predicted time is below this share of the plain send's (seed: the model is right within 20%, and a coded message
-#: costs memory too).
-WORTH_BELOW = 0.85
 
 
 def send_may_gain(numel: int, profile: LinkProfile, staging: int) -> bool:

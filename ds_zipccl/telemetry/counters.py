@@ -208,21 +208,21 @@ def record_choice(role: str, op: str, what: str, text: str, *, kind: str = "") -
 
 
 def record_saved(clock: str, seconds: float = 0.0, error: float = 0.0) -> None:
-    """Count what a call or a step, by ``clock``, took less than its plain form, as trials measured, with the standard error. Errors add up,
-    because all calls of a kind have that of one trial. The clock "" counts optimizer steps."""
+    """Count what a step, of the clock "steps", took less than its plain form, as trials measured, with the standard error. Errors add up,
+    because all steps have that of one trial. The clock "" counts all optimizer steps."""
     with _lock:
         before = _saved.get(clock, (0.0, 0.0, 0))
         _saved[clock] = before[0] + seconds, before[1] + error, before[2] + 1
 
 
 def saved() -> dict[str, tuple[float, float, int]]:
-    """Return (seconds saved, their error, number of calls or steps) by clock, "calls" or "steps"; "" has the number of optimizer steps."""
+    """Return (seconds saved, their error, number of calls or steps) by clock, "steps"; "" has the number of all optimizer steps."""
     with _lock:
         return dict(_saved)
 
 
 def seconds_saved() -> float | None:
-    """Return the seconds that calls and steps together have saved so far; None where no trial has measured any."""
+    """Return the seconds that steps have saved so far; None where no trial has measured any."""
     found = [seconds for clock, (seconds, *_) in saved().items() if clock]
     return sum(found) if found else None
 

@@ -46,7 +46,7 @@ def show(when: str) -> None:
 
 
 def time_saved() -> str:
-    """Return the last line: what trials measured of the calls and steps that followed them. Nothing else counts."""
+    """Return the last line: what trials measured of the steps that followed them. Nothing else counts."""
     clocks = counters.saved()
     _, _, steps = clocks.pop("", (0.0, 0.0, 0))
     said = [

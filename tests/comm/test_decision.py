@@ -30,12 +30,11 @@ from ds_zipccl.comm.host import frames
 from ds_zipccl.comm.reduction_order import NO_SUM, Reduction, Sum
 from ds_zipccl.comm.request import CallOptions, Request, Segments, TensorKind, unfit
 from ds_zipccl.comm.shadow_check import Shadow
-from ds_zipccl.comm.tuner import Tuner, TunersBySize
 from ds_zipccl.config import ZipcclConfig
 from ds_zipccl.frame import FrameErrorCode
 from ds_zipccl.ops import OPS
-from ds_zipccl.policy import trial
 from ds_zipccl.policy.admission import Decision, PassReason
+from ds_zipccl.policy.cost_model import LinkProfile
 from ds_zipccl.telemetry import counters
 
 ALWAYS = replace(AUTO, mode="always")
@@ -279,7 +278,6 @@ def members(monkeypatch: pytest.MonkeyPatch) -> Any:
         "backend": lambda self, device: "gloo",
         "of": GroupState.of,
         "_objects": {},
-        "corrected": None,
     }
     return type("State", (), known)()
 
@@ -295,7 +293,7 @@ def request_of(
 
 def decided(
     members: Any, config: ZipcclConfig, role: str = "dp", dtype: torch.dtype = torch.float32, **more: Any
-) -> tuple[Decision, Tuner | None]:
+) -> Decision:
     return _remembered(request_of(config, role, **more), TensorKind.of(torch.empty(1, dtype=dtype)), members)
 
 
@@ -317,200 +315,91 @@ def test_plans_are_remembered_by_all_that_they_depend_on(members: Any, other: st
     usual: dict[str, Any] = {"config": NEVER_EP}
     for what in ("usual", "other", "usual") if first == "usual" else ("other", "usual", "other"):
         assert decided(members, **{**usual, **(change if what == "other" else {})}) == (
-            (CODED, None) if what == "usual" else (plan, None)
+            CODED if what == "usual" else plan
         )
-    assert len(members.of(DecisionMemory).decisions) == 2
+    assert len(members.of(DecisionMemory)) == 2
 
 
 def test_a_base_and_a_shape_have_plans_of_their_own(members: Any) -> None:
     gather = {"op": "all_gather_into_tensor", "sum": NO_SUM, "numel": 1 << 20}
     for _ in range(2):
-        assert decided(members, ALWAYS, **gather) == (CODED, None)
-        assert decided(members, ALWAYS, **gather, base=comm.IN_PLACE) == (replace(CODED, with_base=True), None)
+        assert decided(members, ALWAYS, **gather) == CODED
+        assert decided(members, ALWAYS, **gather, base=comm.IN_PLACE) == replace(CODED, with_base=True)
     sparse = torch.eye(100).to_sparse()
-    assert _remembered(request_of(ALWAYS), TensorKind.of(torch.empty(1)), members) == (CODED, None)
+    assert _remembered(request_of(ALWAYS), TensorKind.of(torch.empty(1)), members) == CODED
     assert (
-        _remembered(request_of(ALWAYS), TensorKind.of(sparse), members)[0].reason
+        _remembered(request_of(ALWAYS), TensorKind.of(sparse), members).reason
         == "no coded route on cpu (torch.sparse_coo) yet"
     )
 
 
-def test_sums_that_round_otherwise_do_not_compete_with_the_plain_one(members: Any) -> None:
-    """The same message, where the plain one has the bits of ours and where it has not."""
-    found = {}
-    for tolerance in ("nan", "rounding", "bits"):
-        found[tolerance] = decided(members, AUTO, sum=SUM._replace(tolerance=tolerance))[1]
-        members.of(DecisionMemory).tuners.clear()
-    names = {tolerance: [str(plan) for plan in tuner._candidates] for tolerance, tuner in found.items() if tuner}
-    ours = ["raw frames", "cascade frames"]
-    assert names == {"nan": ["plain", *ours], "rounding": ours, "bits": ["plain", *ours]}
-    unfit = decided(members, AUTO, op="all_to_all", sum=NO_SUM)[1]
-    assert unfit is not None and [str(plan) for plan in unfit._candidates] == ours
+#: A link that is faster than the codec.
+FAST = LinkProfile(((1.0, 1e-9), (1e9, 1e-3)), *(1e9,) * 3, *(1e11,) * 2, call=0)
 
 
-#: An exchange whose sizes each rank knows only of itself.
-UNEVEN: dict[str, Any] = dict(op="all_to_all_single", numel=None, sum=NO_SUM, role="ep")
-#: Messages that choose together with the usual one, and those that choose by themselves.
-TOGETHER: tuple[dict[str, Any], ...] = ({}, {"numel": NUMEL + 1}, {"config": replace(AUTO)})
-APART: dict[str, dict[str, Any]] = {
-    "role": {"role": "zero_grad"},
-    "operation": {"op": "reduce_scatter_tensor"},
-    "size": {"numel": 2 * NUMEL},
-    "dtype": {"dtype": torch.bfloat16, "numel": 2 * NUMEL},
-    "reduce op": {"sum": summed("AVG")},
-    "config": {"config": replace(AUTO, block=256)},
-    "base": {"base": comm.IN_PLACE},
-    "place in a layer": {"kind": "dispatch"},
-}
-
-
-def test_messages_of_one_kind_choose_together(members: Any) -> None:
-    (first, *others) = (decided(members, **{"config": AUTO, **more})[1] for more in TOGETHER)
-    assert first is not None and all(other is first for other in others)
-
-
-@pytest.mark.parametrize("kind", APART)
-def test_messages_of_other_kinds_choose_by_themselves(members: Any, kind: str) -> None:
-    usual, other = (decided(members, **{"config": AUTO, **more})[1] for more in ({}, APART[kind]))
-    assert usual is not None and other is not None and usual is not other
-
-
-def test_times_are_for_the_size_of_the_kind(members: Any) -> None:
-    """The upper end of a class of sizes."""
-    for numel, nominal in ((NUMEL, 1 << 15), (2 * NUMEL, 1 << 16)):
-        tuner = decided(members, AUTO, numel=numel)[1]
-        assert isinstance(tuner, Tuner) and tuner.nominal == nominal
-    by_size = decided(members, AUTO, **UNEVEN)[1]
-    assert isinstance(by_size, TunersBySize)
-    tuner = by_size._make(16)
-    assert tuner.nominal == 1 << 16 and tuner._trial._exchanging and tuner is not by_size._make(15)
-
-
-def test_the_table_names_the_kind(members: Any) -> None:
-    """Choices of two roles are two rows, those of one role are told apart by their words."""
-    counters.reset()
-    for more in ({}, {"role": "zero_grad"}, APART["reduce op"], UNEVEN, {"base": comm.IN_PLACE}):
-        tuner = decided(members, **{"config": AUTO, **more, "kind": "dispatch" if more is UNEVEN else ""})[1]
-        assert tuner is not None
-        (tuner if isinstance(tuner, Tuner) else tuner._make(15))._note_choice(met=True)
-    rows = {row["role"]: set(row["choices"]) for row in counters.rows()}
-    words = "float32{}, {}, 2 ranks{}, group 7"
-    size = "up to 0.0312 MiB"
-    assert rows == {
-        "dp": {words.format("", size, ""), words.format(" AVG", size, ""), words.format("", size, ", with a base")},
-        "zero_grad": {words.format("", size, "")},
-        "ep": {words.format("", f"{size} sent by a rank", "")},
-    }
-    counters.reset()
+def test_only_sums_with_the_bits_of_the_plain_one_may_be_plain(members: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a link that is faster than the codec; sums that round otherwise, and what gloo refuses, never are."""
+    monkeypatch.setattr(decision, "link_profile", lambda state: FAST)
+    for tolerance, kind in {"nan": "plain", "rounding": "raw frames", "bits": "plain"}.items():
+        assert str(decided(members, AUTO, sum=SUM._replace(tolerance=tolerance))) == kind
+    assert str(decided(members, AUTO, op="all_to_all", sum=NO_SUM)) == "raw frames"
 
 
 def test_the_memory_of_plans_is_bounded(members: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(decision, "REMEMBERED", 5)
     for numel in range(1, 40):
-        assert decided(members, ALWAYS, numel=1000 + numel) == (CODED, None)
-        assert len(members.of(DecisionMemory).decisions) <= 5
+        assert decided(members, ALWAYS, numel=1000 + numel) == CODED
+        assert len(members.of(DecisionMemory)) <= 5
 
 
 def test_a_config_that_is_gone_lends_its_address_to_no_other(members: Any) -> None:
     """Plans are remembered by the config's identity, which only lasts as long as the config."""
     for number in range(50):
         config = replace(ALWAYS, roles={"dp": "never"} if number % 2 else {})
-        assert decided(members, config)[0].frames == (number % 2 == 0)
+        assert decided(members, config).frames == (number % 2 == 0)
         del config
-
-
-def test_who_may_be_made_to_wait_for_others() -> None:
-    """Ranks meet before a timed call only where each needs every other anyway, and the program waits."""
-    for later, more, meets in (
-        (False, {}, True),
-        (True, {}, False),
-        (False, {"op": "all_to_all_single", "numel": None}, True),
-        (True, {"op": "all_to_all_single", "numel": None}, False),
-        (False, {"op": "broadcast"}, False),
-        (False, {"op": "reduce"}, False),
-        (False, {"op": "reduce_scatter"}, True),
-    ):
-        assert request_of(later=later, **more).may_meet() is meets, (later, more)
 
 
 PASS = Decision(False, "", "plain is faster")
 
 
-class Tuning:
-    """A tuner that gives plans in turn, and a stopwatch, itself."""
-
-    nbytes, trying, decided = 0, False, None
-
-    def __init__(self, *plans: Decision) -> None:
-        self.plans, self.log = list(plans), []  # type: ignore[var-annotated]
-
-    def next_plan(self, open_context: Any, token: Any, *, meets: bool) -> tuple[Decision, Any]:
-        self.log.append(("next", token, meets))
-        return self.plans.pop(0), self
-
-    def saved(self) -> None:
-        """Nothing was timed."""
-
-    def start(self) -> None:
-        self.log.append(("start", self.nbytes))
-
-    def stop(self) -> None:
-        self.log.append(("stop",))
-
-    def stop_after(self, handle: Any) -> None:
-        self.log.append(("stop after", handle))
-
-
-def carried_out(
-    monkeypatch: pytest.MonkeyPatch, tuner: Tuning, plain: Callable[..., Any], later: bool = False, **more: Any
-) -> Any:
-    """The result of a call with 5000 floats where ``tuner`` chooses, and coded calls say so."""
+def carried_out(monkeypatch: pytest.MonkeyPatch, plan: Decision, plain: Callable[..., Any], **more: Any) -> Any:
+    """The result of a call with 5000 floats that is decided on so; coded calls say so."""
     monkeypatch.setattr(decision, "group_state", lambda group: SimpleNamespace())
     monkeypatch.setattr(decision, "resolve_group", lambda group: "the group")
     monkeypatch.setattr("ds_zipccl.comm.request.group_size", lambda group: 2)
     monkeypatch.setattr(dist, "get_rank", lambda group: 0)
-    monkeypatch.setattr(decision, "_remembered", lambda request, kind, state: (CODED, tuner))
-    chosen = SimpleNamespace(
-        passes_now=lambda request: None, start=lambda request, decision, timer: f"{decision} {timer is tuner}"
-    )
+    monkeypatch.setattr(decision, "_remembered", lambda request, kind, state: plan)
+    chosen = SimpleNamespace(passes_now=lambda request: None, start=lambda request, decision: str(decision))
     monkeypatch.setattr(engine, "engine_of", lambda state, device: chosen)
     monkeypatch.setattr(engine, "engine_for", lambda request: chosen)
-    base: Any = SimpleNamespace(token=lambda: "t")
-    usual = {"outputs": [torch.ones(NUMEL)], "plain": plain, "base": base, "numel": 2 * NUMEL}
-    request = request_of(later=later, **{**usual, **more})
+    request = request_of(**{"outputs": [torch.ones(NUMEL)], "plain": plain, "numel": 2 * NUMEL, **more})
     return execute(decide(request), request)
 
 
-def test_a_plain_call_is_timed_and_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The time is of the whole message; bytes counted are those that this rank sends."""
+def test_a_plain_call_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bytes counted are those that this rank sends."""
     uneven = {"op": "all_to_all_single", "numel": None, "segments": Segments([7, NUMEL], [7, 9])}
-    for later, more, nbytes, stop in (
-        (False, {}, 8 * NUMEL, ("stop",)),
-        (True, {}, 8 * NUMEL, ("stop after", "handle")),
-        (False, uneven, 4 * NUMEL, ("stop",)),
-    ):
-        reason = PassReason.TRIAL.value if later else PASS.reason
-        monkeypatch.setattr(Tuning, "trying", later)
+    for more, nbytes in (({}, 8 * NUMEL), (uneven, 4 * NUMEL)):
         counters.reset()
-        tuner = Tuning(PASS)
-        assert carried_out(monkeypatch, tuner, lambda *args: "handle", later, **more) == "handle"
-        assert tuner.log == [("next", "t", not later), ("start", nbytes), stop]
+        assert carried_out(monkeypatch, PASS, lambda *args: "handle", **more) == "handle"
         (row,) = counters.rows()
-        assert (row["passed"], row["passed_bytes"], row["reasons"]) == (1, nbytes, {reason: 1})
+        assert (row["passed"], row["passed_bytes"], row["reasons"]) == (1, nbytes, {PASS.reason: 1})
     counters.reset()
-    tuner = Tuning(CODED)
-    assert carried_out(monkeypatch, tuner, lambda *args: "handle") == "cascade frames True"
-    assert not counters.rows() and tuner.log == [("next", "t", True)] and tuner.nbytes == 8 * NUMEL
+    assert carried_out(monkeypatch, CODED, lambda *args: "handle") == "cascade frames"
+    assert not counters.rows()
 
 
 def test_a_failure_on_the_way_is_not_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+
     def fail(*args: Any) -> Any:
+        calls.append(args)
         raise RuntimeError("Connection closed by peer")
 
-    tuner = Tuning(PASS, CODED)
     with pytest.raises(RuntimeError, match="closed"):
-        carried_out(monkeypatch, tuner, fail)
-    assert [entry[0] for entry in tuner.log] == ["next", "start"]
+        carried_out(monkeypatch, PASS, fail)
+    assert len(calls) == 1
 
 
 def test_the_part_of_others() -> None:
@@ -566,7 +455,6 @@ def mixed_dtypes_are_refused_before_anything_is_sent(rank: int, ranks: int) -> N
                 with pytest.raises(ValueError, match="one dtype"):
                     call()
                 assert not counters.rows()
-            assert all(tuner._calls == 0 for tuner in group_state(None).of(DecisionMemory).tuners.values())
         comm.all_gather(places, good, config=config)
         comm.all_to_all([torch.empty(NUMEL) for _ in range(ranks)], [good, good], config=config)
         assert [float(place[-1]) for place in places] == [0.0, 1.0]
@@ -574,7 +462,7 @@ def mixed_dtypes_are_refused_before_anything_is_sent(rank: int, ranks: int) -> N
 
 @runner.together(2)
 def a_callers_list_may_change_after_the_call(rank: int, ranks: int) -> None:
-    """A caller empties its list of outputs after an asynchronous call, by plain (tried first) and by frames."""
+    """A caller empties its list of outputs after an asynchronous call, by frames."""
     for config in (AUTO, ALWAYS):
         places = [torch.zeros(2, NUMEL).t() for _ in range(ranks)]
         outputs = list(places)
@@ -652,26 +540,6 @@ def damaged_frames(rank: int, ranks: int) -> None:
     frames.compress = compress
     output = torch.zeros(900, dtype=torch.bfloat16)
     comm.all_gather_into_tensor(output, filled(rank, 300, corpus.BF16, 1), config=SHADOWED)
-
-
-@runner.together(2)
-def time_saved(rank: int, ranks: int) -> None:
-    """Calls after a trial count, by the seconds of their kind and their bytes; uneven exchanges, and calls without a choice, do not."""
-    config, numel = replace(AUTO, min_bytes=0), 48 << 10
-    whole, shard = torch.empty(numel * ranks, dtype=torch.bfloat16), filled(rank, numel, corpus.BF16, 1)
-    for _ in range(40):
-        comm.all_gather_into_tensor(whole, shard, config=config, role="dp")
-        comm.all_gather_into_tensor(whole, shard, config=replace(ALWAYS, min_bytes=0), role="dp")
-        splits = [numel // 2, numel // 2]
-        comm.all_to_all_single(torch.empty_like(shard), shard, splits, splits, config=config, role="ep")
-    (tuner,) = (one for one in group_state(None).of(DecisionMemory).tuners.values() if isinstance(one, Tuner))  # type: ignore[union-attr]
-    assert isinstance(tuner, Tuner) and tuner.nominal == 1 << (2 * numel * ranks).bit_length()
-    assert tuner.saved() is not None
-    assert counters.saved()["calls"][2] == 40 - 3 * trial.TRIAL_CALLS - trial.DELAY_CALLS[0]
-    counters.reset()
-    Tuner.saved = lambda self: (4.0, 1.0)  # type: ignore[method-assign]
-    comm.all_gather_into_tensor(whole, shard, config=config, role="dp")
-    assert counters.saved() == {"calls": (4.0 * whole.nbytes / tuner.nominal, whole.nbytes / tuner.nominal, 1)}
 
 
 test_programs = runner.programs(__name__)

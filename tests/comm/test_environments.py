@@ -15,17 +15,14 @@ import pytest
 import ranks as runner
 import torch
 import torch.distributed as dist
-from moves import AUTO, CODED, wait
+from moves import AUTO, CODED, turn, wait
 from operations import Coded, arguments
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import ds_zipccl
 from ds_zipccl import comm, kernels, tensors
-from ds_zipccl.comm.decision import DecisionMemory
-from ds_zipccl.comm.group_state import group_state
 from ds_zipccl.kernels.sums import flushes_here
-from ds_zipccl.policy import trial
 
 MODES = {"always": CODED, "auto": AUTO, "raw": replace(CODED, codec="raw")}
 #: Elements of a shard: more than one block, not a multiple of anything.
@@ -139,17 +136,13 @@ def under_all(rank: int, ranks: int, names: list[str]) -> int:
     os.environ["LOCAL_RANK"] = str(rank)
     deepspeed.init_distributed("gloo", auto_mpi_discovery=False, verbose=False)
     torch.utils.deterministic.fill_uninitialized_memory = True
-    trial.TRIAL_CALLS, trial.SETTLE_CALLS = 1, (0, 0, 4096)
     kinds, compared = list(corpus.SUMMED.values()), 0
     for seed, name in enumerate(names):
         environment = ENVIRONMENTS[name]
         for mode, config in MODES.items():
-            group = group_state(None)
-            group.of(DecisionMemory).tuners.clear()
-            group.of(DecisionMemory).decisions.clear()
             for number, operation in enumerate(OPERATIONS):
-                # every schedule that competes has its turn, blocking and not
-                for step in range(4 if mode == "auto" else 2):
+                for step in range(2):  # in mode auto plain and coded, otherwise blocking and not
+                    turn(plain=bool(step))
                     kind = kinds[(seed + number + step) % 3] if mode != "auto" else kinds[(seed + number) % 3]
                     mine, later = words(rank, ranks, kind, seed + step), mode != "auto" and bool(step % 2)
                     if name == "autocast" and (operation, kind) == ("all_to_all", corpus.FP16):
@@ -176,7 +169,7 @@ def under_all(rank: int, ranks: int, names: list[str]) -> int:
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_every_operation_in_every_environment(ranks: int) -> None:
     counts = runner.run(under_all, ranks, list(ENVIRONMENTS), timeout=300)
-    assert min(counts) > 8 * len(OPERATIONS) * len(ENVIRONMENTS)
+    assert min(counts) >= 4 * len(OPERATIONS) * len(ENVIRONMENTS)
 
 
 def patched_empty() -> None:

@@ -45,7 +45,7 @@ from ds_zipccl.policy.cost_model import (
     plain_seconds,
     sums_of,
 )
-from ds_zipccl.policy.trial import CHECK_CALLS, CHECK_SECONDS, CODED, PLAIN, StepTrial, check_calls
+from ds_zipccl.policy.trial import CODED, PLAIN, StepTrial
 from ds_zipccl.policy.wire import (
     RAW_BELOW_BYTES,
     TOGETHER_BELOW_BYTES,
@@ -161,11 +161,6 @@ def test_what_goes_by_node() -> None:
         assert [one.by_node for one in candidates(message, always, True, levels)] == [wanted]
     based = [str(one) for one in candidates(PARAMETERS, ON, True, True)]
     assert based == ["plain", "raw frames", "cascade frames", "delta frames", "delta frames by node"]
-
-
-def test_slow_calls_are_checked_more_often() -> None:
-    assert check_calls(CHECK_SECONDS) == CHECK_CALLS[1] > CHECK_CALLS[0] == check_calls(1.01 * CHECK_SECONDS)
-    assert check_calls(math.inf) == CHECK_CALLS[0]
 
 
 def test_what_hardly_shrinks_is_incompressible() -> None:

@@ -32,7 +32,7 @@ from ds_zipccl.integration import backend
 from ds_zipccl.integration.start_line import Group, lossy_line
 from ds_zipccl.lossy import Round
 from ds_zipccl.ops import OPS
-from ds_zipccl.policy import admission, trial, wire
+from ds_zipccl.policy import admission, wire
 from ds_zipccl.policy.admission import PassReason
 from ds_zipccl.telemetry import counters, table
 
@@ -278,7 +278,6 @@ def test_figures_of_the_text_are_those_of_the_code() -> None:
     def text(page: str) -> str:
         return " ".join((ROOT / "docs" / page).read_text().split())
 
-    assert f"{trial.DELAY_CALLS[1]} asynchronous operations" in text("troubleshooting.md")
     assert f"at least {wire.FRAGMENT_UNIT} elements" in text("how-it-works.md")
     assert f"each block of {DEFAULT.block} values" in text("how-it-works.md")
 

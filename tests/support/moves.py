@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from types import MappingProxyType
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 import corpus
@@ -13,7 +13,9 @@ from operations import Coded
 
 from ds_zipccl import comm
 from ds_zipccl.comm.host import frames
+from ds_zipccl.comm.host.engine import _of_job
 from ds_zipccl.config import ZipcclConfig
+from ds_zipccl.policy.admission import PassReason
 from ds_zipccl.telemetry import counters
 
 CODED = ZipcclConfig(enabled=True, mode="always", min_bytes=0)
@@ -29,6 +31,11 @@ def coded(**settings: Any) -> Coded:
 def filled(rank: int, size: int, kind: corpus.Float, seed: int) -> torch.Tensor:
     """What ``rank`` contributes: blocks of all textures, the specials (NaN payloads, -0, denormals) among them."""
     return corpus.tensor(corpus.mixed(size, kind, 128, 101 * seed + rank), kind)
+
+
+def turn(plain: bool) -> None:
+    """Let the calls of mode auto pass from now on, or be coded, as a trial of whole steps does; all ranks call."""
+    _of_job().steps = SimpleNamespace(reason=lambda role, op: PassReason.STEPS_ARE_FASTER if plain else None)  # type: ignore[assignment]
 
 
 def wait(handle: Any) -> None:

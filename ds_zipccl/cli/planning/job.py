@@ -113,7 +113,7 @@ def predict_on_device(
         gradients, chosen = line.what == GRADIENTS, groups.chosen(line)
         plain, ours = chosen[PLAIN], chosen[CODED]
         choice = ours["how"] if ours["how"] != PLAIN or ours["op"] == plain["op"] else "owners"
-        sums = PassReason.PLAIN_SUMS if gradients and settled.sums == "plain" else PassReason.PLAIN_IS_FASTER
+        sums = PassReason.PLAIN_SUMS if gradients and settled.sums == "plain" else PassReason.LINK_IS_FASTER
         why = PassReason.SMALL if operations.is_small(args, line) else sums
         reason = why.value if choice in (PLAIN, "owners") else ""
         planned.append(_row(line, ours["op"], (plain["ms"], ours["ms"], ours["ms"]), choice, reason))
@@ -164,6 +164,6 @@ def _chosen(groups: HostSchedules, line: StepTraffic, job: UserJob, device: str)
     coded = groups.coded_row(line)
     choice = {coded["how"]: "coded", PLAIN: PLAIN, HOW[COPIED]: HOW[COPIED]}.get(chosen["how"], "exponents")
     if choice == PLAIN and not reason:
-        reason = PassReason.PLAIN_IS_FASTER.value + ", as predicted"
+        reason = PassReason.LINK_IS_FASTER.value + ", as predicted"
     choice, expected = (PLAIN, plain["ms"]) if reason else (choice, chosen["ms"])
     return _row(line, coded["op"], (plain["ms"], coded["ms"], expected), choice, reason)

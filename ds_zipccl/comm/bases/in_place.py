@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 import torch
@@ -34,10 +34,6 @@ class Base(Protocol):
         """Drop the base after a failed gather of this rank; does not block."""
         return
 
-    def token(self) -> Hashable:
-        """Return a value that tells bases apart, equally on all ranks; None where no value does."""
-        return None
-
 
 class _Copy(NamedTuple):
     shard: torch.Tensor
@@ -58,8 +54,7 @@ class Sent(dict[_Key, _Copy]):
 class InPlaceBase(Base):
     """The output itself as a base. The output still holds the result of the last gather, as in ZeRO-1 and ZeRO-2.
 
-    Each rank keeps a copy of the shard that it sent, as long as the output's memory lives: one copy of its own shards. There is no token,
-    because addresses differ from rank to rank.
+    Each rank keeps a copy of the shard that it sent, as long as the output's memory lives: one copy of its own shards.
     """
 
     def __init__(self) -> None:

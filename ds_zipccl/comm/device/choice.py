@@ -7,18 +7,15 @@ speeds leave no gain. Without nodes or speeds, as with plain ``torch.distributed
 
 from __future__ import annotations
 
-import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
-from weakref import ref
 
 import torch
 import torch.distributed as dist
 
-from ds_zipccl import tensors
 from ds_zipccl.comm.device import calibration, first_steps
 from ds_zipccl.comm.device.calibration import Span, agreed_seconds, mark
 from ds_zipccl.comm.device.context import DeviceContext, cut_of
@@ -34,18 +31,15 @@ from ds_zipccl.comm.group_state import (
 )
 from ds_zipccl.comm.reduction_order import match_refused
 from ds_zipccl.comm.request import Request
+from ds_zipccl.comm.steps import Clock, Steps
 from ds_zipccl.comm.topology import tell
 from ds_zipccl.config import ROLES, ConfigError, ZipcclConfig
 from ds_zipccl.ops import OPS
-from ds_zipccl.policy import base_copies, cost_model, trial
+from ds_zipccl.policy import base_copies, cost_model
 from ds_zipccl.policy.admission import PassReason
 from ds_zipccl.policy.cost_model import SUM, DeviceProfile, Topology
 from ds_zipccl.policy.settled import Settled, sums_of
-from ds_zipccl.telemetry import counters
 
-#: Steps of other engines after which these count, not the steps of the first engine (seed: that engine has ended).
-_OTHER_STEPS = 64
-_WHAT = "moves by whole steps"
 #: CUDA's variable: the number of hardware queues. With one, work behind a stream's wait waits too, whatever its stream.
 _QUEUES = "CUDA_DEVICE_MAX_CONNECTIONS"
 
@@ -72,7 +66,7 @@ def settle(config: ZipcclConfig, device: torch.device) -> Settled | None:
     one_queue = device.type == "cuda" and "1" in tell(group, os.environ.get(_QUEUES, "")).values()
     rule = rule_of(topology, profile, one_queue)
     if "auto" in modes and rule.reason is None and profile is not None:
-        state.of(GroupChoice).steps = Steps(config, device)
+        state.of(GroupChoice).steps = Steps(Clock(partial(mark, device), partial(_agreed, config, device)))
     cut, compared = cut_of(group, device.type), 1 + first_steps.STEPS if config.nccl == "auto" else 0
     settled = Settled(
         device.type, topology, profile, rule.reason, state.device_sums, rule.least[1], one_queue, compared,
@@ -170,7 +164,7 @@ def reason_to_pass(
         unproven = PassReason.UNPROVEN if job.first is None else job.first.reason(role)
         if unproven is not None:
             return unproven
-    return PassReason.STEPS_ARE_FASTER if rule and job.steps and not job.steps.codes(role, op) else None
+    return job.steps.reason(role, op) if rule and job.steps else None
 
 
 def lossy_passes(role: str, config: ZipcclConfig, group: dist.ProcessGroup, *, moves: bool) -> PassReason | None:
@@ -228,74 +222,15 @@ def bases_gain(group: dist.ProcessGroup, device: str) -> bool:
     return rule is None or rule.host_bases
 
 
-class Steps:
-    """The choice by whole optimizer steps of this rank. Ranks agree on times once a trial, some steps after it."""
-
-    def __init__(self, config: ZipcclConfig, device: torch.device) -> None:
-        self._config, self._device = config, device
-        self._trial = trial.StepTrial(trial.CODED)
-        self._turn = self._trial.next_turn()  # the step that runs
-        self._steps = 0
-        self._last: Any = None  # the mark at the end of the step before
-        self._spans: list[Span] = []
-        self._saved = math.nan, math.nan  # seconds of a coded step that trials measured, with their standard error
-        self._seen: set[tuple[str, str]] = set()  # roles and operations of moves
-        self._told: set[tuple[str, str]] = set()  # those with a line in the table
-        self._engine: ref[Any] | None = None
-        self._others = 0
-
-    def codes(self, role: str, op: str) -> bool:
-        """Return whether the moves of the step that runs are coded; note the operation for the table."""
-        self._seen.add((role, op))
-        return self._turn.schedule == trial.CODED
-
-    @tensors.undisturbed()
-    def end_step(self, engine: Any) -> None:
-        """Note that a step of an engine has ended. The steps of one engine count. All ranks call at the same place of the program; the
-        host waits where the times of a trial are agreed.
-
-        Raises:
-            CommError: a rank did not come within the group's timeout, or has refused a frame.
-        """
-        if self._engine is None or self._engine() is not engine:
-            self._others += 1
-            if self._engine is not None and self._others < _OTHER_STEPS:
-                return
-            self._engine, self._last = ref(engine), None
-        self._others = 0
-        self._steps += 1
-        now, ended = mark(self._device), self._turn
-        if ended.timed:
-            self._spans.append(Span(self._last, now))
-        if math.isfinite(sum(self._saved)):
-            counters.record_saved("steps", *(self._saved if ended.schedule == trial.CODED else ()))
-        self._last = now
-        if ended.agree:
-            self._decide()
-        else:
-            self._turn = self._trial.next_turn()
-
-    def _decide(self) -> None:
-        group = resolve_group(None)
-        ctx = DeviceContext("step", group, self._config, "dp", self._config.codec, self._device)
-        before = self._trial.chosen
-        self._trial.agree(agreed_seconds(ctx, [span.nanoseconds() for span in self._spans]))
-        self._turn, self._spans = self._trial.next_turn(), []
-        found, name = self._trial.last, "coded" if self._trial.chosen == trial.CODED else "plain"
-        text = f"{name} from step {self._steps + 1} on (plain {1e3 * found.plain:.4g} ms, coded {1e3 * found.coded:.4g} ms)"
-        self._saved = found.plain - found.coded, math.hypot(*self._trial.errors.values())
-        switched = self._trial.chosen != before
-        for role, op in sorted(self._seen if switched else self._seen - self._told):
-            counters.record_choice(role, op, _WHAT, text)
-        self._told |= self._seen
+def _agreed(config: ZipcclConfig, device: torch.device, spans: Sequence[tuple[Any, Any]]) -> list[float]:
+    """Return the seconds of the slowest rank between the marks of each pair, see :class:`.steps.Clock`."""
+    ctx = DeviceContext("step", resolve_group(None), config, "dp", config.codec, device)
+    return agreed_seconds(ctx, [Span(*span).nanoseconds() for span in spans])
 
 
 def end_step(engine: Any) -> None:
     """Note that an optimizer step of an engine has ended: the first one shows how much memory is left for staging buffers; for further
-    ones see :meth:`.first_steps.FirstSteps.end_step` and :meth:`Steps.end_step`. Costs nothing where steps decide nothing."""
-    counters.record_saved("")
-    if dist.group.WORLD is None:
-        return
+    ones see :meth:`.first_steps.FirstSteps.end_step` and :meth:`.Steps.end_step`. Costs nothing where steps decide nothing."""
     job = _of_job()
     if job.reserving is not None:
         reserving, job.reserving = job.reserving, None

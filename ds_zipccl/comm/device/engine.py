@@ -26,7 +26,6 @@ from ds_zipccl.comm.lossy.frames import LossyFrames
 from ds_zipccl.comm.request import Request, compare_by, copy_back, equal_shards, logical_order, memory_order, shadow_of
 from ds_zipccl.comm.spans import cut
 from ds_zipccl.comm.topology import Levels
-from ds_zipccl.comm.tuner import CallTimer
 from ds_zipccl.config import ZipcclConfig
 from ds_zipccl.ops import OPS
 from ds_zipccl.policy import wire
@@ -73,7 +72,7 @@ class StreamEngine(Engine):
     def largest(self, request: Request, *numbers: int) -> list[int]:
         return sizes.largest(DeviceContext(*request.call("raw"), request.tensor.device), *numbers)
 
-    def start(self, request: Request, decision: Decision, timer: CallTimer | None = None) -> Any:
+    def start(self, request: Request, decision: Decision) -> Any:
         shadow = shadow_of(request, decision.lossy)
         with torch.inference_mode(), tensors.undisturbed():
             ctx = DeviceContext(*request.call(decision.codec), request.tensor.device, with_base=decision.with_base)

@@ -34,7 +34,6 @@ from ds_zipccl.comm.work import CommError
 from ds_zipccl.config import ROLES, ZipcclConfig
 from ds_zipccl.kernels import self_test
 from ds_zipccl.ops import OPS
-from ds_zipccl.policy import trial
 from ds_zipccl.policy.admission import PassReason
 
 #: Steps in which the calls of a role are compared (seed: later ones have the same sizes and schedules). The first step of a job is not one
@@ -96,7 +95,7 @@ class FirstSteps:
         role = request.options.role
         if not self._ended or (self._due > LAST and role not in self.proven):  # nothing would be decided any more
             return
-        size = 0 if request.numel is None else trial.size_class(max(1, request.nbytes()))
+        size = 0 if request.numel is None else max(1, request.nbytes()).bit_length()
         kind = request.op, role, request.tensor.dtype, str(resolve_group(request.group).group_name), size
         self._now.add(role)
         kinds = sum(other[3] == kind[3] for other in self._calls)  # of the group: its ranks must count alike

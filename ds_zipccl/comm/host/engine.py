@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+import math
+import time
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -15,19 +18,23 @@ from ds_zipccl.comm.bases.state import GatheredParameter
 from ds_zipccl.comm.buffer_pool import POOL
 from ds_zipccl.comm.context import Call, OpContext
 from ds_zipccl.comm.engine import Engine
-from ds_zipccl.comm.group_state import GroupState, group_nodes, resolve_group
+from ds_zipccl.comm.group_state import GroupState, group_nodes, group_state, resolve_group
 from ds_zipccl.comm.host import exchange, gather, messages, parameters, sums
 from ds_zipccl.comm.host.cached import CachedParameter
 from ds_zipccl.comm.host.checks import compare_on_all_ranks, telling_failures
 from ds_zipccl.comm.lossy.frames import LossyFrames
 from ds_zipccl.comm.request import Post, Request, copy_back, logical_order, memory_order, shadow_of
+from ds_zipccl.comm.steps import Clock, Steps
 from ds_zipccl.comm.transport import TRANSPORTS
-from ds_zipccl.comm.tuner import CallTimer
+from ds_zipccl.config import ROLES, ZipcclConfig
 from ds_zipccl.ops import OPS
 from ds_zipccl.policy import wire
-from ds_zipccl.policy.admission import Decision
+from ds_zipccl.policy.admission import Decision, PassReason
+from ds_zipccl.policy.settled import Settled
 from ds_zipccl.telemetry import counters
 
+#: Nanoseconds of a step that is not known: more than of any other.
+_UNKNOWN = 1 << 62
 _Collective = Callable[[OpContext, Request, list[torch.Tensor], list[torch.Tensor]], None]
 #: Operation -> the function that writes the outputs, and blocks. Tensors are flat, contiguous, of one dtype on one device, in the element
 #: order of the request.
@@ -48,36 +55,31 @@ COLLECTIVES: dict[str, _Collective] = {
 
 
 class MessageEngine(Engine):
-    """The engine of groups that exchange messages. Every gather of parameters asks all ranks, and no step is followed."""
+    """The engine of groups that exchange messages. Every gather of parameters asks all ranks."""
 
     def takes(self, state: GroupState, device: str) -> bool:
         return state.backend(device) in TRANSPORTS
 
-    def open_context(self, request: Request, decision: Decision) -> OpContext:
-        """Return the context of a request, with the next tags of its group. Every rank calls in program order."""
+    def passes_now(self, request: Request) -> PassReason | None:
+        found, role = _of_job().steps, request.options.role
+        if found is None or not request.exact or request.options.config.mode_of(role) != "auto":
+            return None
+        return found.reason(role, request.op)
+
+    @tensors.undisturbed()
+    def largest(self, request: Request, *numbers: int) -> list[int]:
+        return _largest(Call(*request.call("")[:4]), "comparing arguments with those of the other ranks", numbers)
+
+    def start(self, request: Request, decision: Decision) -> Any:
+        shadow = shadow_of(request, decision.lossy)
         ctx = OpContext(
             *request.call(decision.codec),
             nodes=group_nodes(resolve_group(request.group)) if decision.by_node else (),
             with_base=decision.with_base,
-            sums=decision.frames and request.sum.op is not None,
+            sums=request.sum.op is not None,
             rows=wire.may_have_rows(request.options.config, request.op, request.options.role, decision.codec),
         )
         ctx.rounding = None if decision.lossy is None else LossyFrames(ctx, decision.lossy)
-        return ctx
-
-    @tensors.undisturbed()
-    def largest(self, request: Request, *numbers: int) -> list[int]:
-        # the backend's own all-reduce fails at once where another rank is in the all-reduce of a tensor
-        words = tensors.of_numbers(numbers, torch.int64)
-        with Call(*request.call("")[:4]).naming("comparing arguments with those of the other ranks"):
-            dist.all_reduce(words, dist.ReduceOp.MAX, request.group)
-        return list(words.tolist())
-
-    def start(self, request: Request, decision: Decision, timer: CallTimer | None = None) -> Any:
-        shadow = shadow_of(request, decision.lossy)
-        ctx = self.open_context(request, decision)
-        if timer is not None:
-            timer.start()
 
         def job() -> None:
             # both are states of a thread; only inference mode may write to every tensor
@@ -90,8 +92,6 @@ class MessageEngine(Engine):
                 outputs = [order(tensor) for tensor in request.outputs]
                 COLLECTIVES[request.op](ctx, request, [order(tensor) for tensor in request.inputs], outputs)
                 copy_back(outputs, request.outputs)
-                if timer is not None:
-                    timer.stop()
             if shadow is not None:
                 compare_on_all_ranks(ctx, shadow, request.outputs)
             logical, kind = request.sent_bytes() if OPS[request.op].plain else ctx.logical_bytes, request.options.kind
@@ -116,3 +116,43 @@ class MessageEngine(Engine):
 
     def gather_parameters(self, request: Request) -> Any:
         return parameters.gather_parameters(request)
+
+    def settle(self, config: ZipcclConfig, device: torch.device) -> Settled | None:
+        state = group_state(None)
+        if state is None or state.size == 1 or not self.takes(state, device.type):
+            return None
+        if "auto" in {config.mode_of(role) for role in ROLES}:
+            state.of(_Job).steps = Steps(Clock(time.perf_counter_ns, functools.partial(_agreed, config)))
+        return None
+
+    def end_step(self, engine: Any) -> None:
+        if (found := _of_job().steps) is not None:
+            found.end_step(engine)
+
+
+class _Job:
+    """What the default group has: the choice by whole steps, None where they decide nothing."""
+
+    steps: Steps | None = None
+
+
+def _of_job() -> _Job:
+    world = group_state(None)
+    assert world is not None  # every rank is in the default group
+    return world.of(_Job)
+
+
+def _agreed(config: ZipcclConfig, spans: Sequence[tuple[int | None, int]]) -> list[float]:
+    """Return the seconds of the slowest rank between the marks of each pair, see :class:`.steps.Clock`."""
+    spent = [_UNKNOWN if first is None else last - first for first, last in spans]
+    found = _largest(Call("step", resolve_group(None), config, "dp"), "agreeing on the times of steps", spent)
+    return [math.inf if one == _UNKNOWN else one / 1e9 for one in found]
+
+
+def _largest(call: Call, doing: str, numbers: Sequence[int]) -> list[int]:
+    """Return the largest of all ranks of each number; blocks. The backend's own all-reduce fails at once where another rank is in the
+    all-reduce of a tensor."""
+    words = tensors.of_numbers(numbers, torch.int64)
+    with call.naming(doing):
+        dist.all_reduce(words, dist.ReduceOp.MAX, call.group)
+    return list(words.tolist())

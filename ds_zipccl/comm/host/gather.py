@@ -11,7 +11,7 @@ A :class:`.in_place.Base` knows the memory of the base.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 
 import torch
@@ -230,9 +230,6 @@ class SharedBase(Base):
                 exchange.post_recv(peer, _written(False))
             with suppress(RuntimeError, ValueError):
                 exchange.send(_written(False), peer)
-
-    def token(self) -> Hashable:
-        return self._slots[0].serial
 
     def _peers(self, ctx: OpContext) -> list[int]:
         """Return the other ranks that write to the same memory."""

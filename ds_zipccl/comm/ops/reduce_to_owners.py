@@ -97,8 +97,7 @@ def reduce_to_owners(
     )
     ranks = state.of(_Owners)
     choice = _DIFFER if ranks.differ else decide(request)
-    # a timed call waits for all ranks too: one whose bucket is small would not come
-    if choice.decision.frames or choice.timer is not None:
+    if choice.decision.frames:
         digest = int.from_bytes(hashlib.blake2b(repr((request.numel, spans)).encode(), digest_size=7).digest(), "big")
         largest = engine.engine_for(request).largest(request, digest, -digest)
         ranks.differ = largest[0] != -largest[1]
