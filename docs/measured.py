@@ -6,18 +6,12 @@ that measured it.
 
 from __future__ import annotations
 
-import io
 import json
 import os
-import shlex
 import statistics
-import tempfile
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
-
-from ds_zipccl.__main__ import parse
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -420,36 +414,3 @@ def steps(page: Path) -> str:
     drawn = picture("Ratio and learning rate, step by step", "steps.png", page)
     heads = ("first tenth", "between", "last tenth", "least", "all")
     return f"{drawn}{provenance(content)}\n\n" + table(("file", "role", *heads), rows)
-
-
-#: Links of the README's forecast, per GPU.
-LINKS = ("1gbit", "10gbit", "25gbit", "100gbit")
-FORECAST = "plan --params 7e9 --zero 3 --gpus 16 --gpus-per-node 1 --backend gloo --network {link}/node --profile docs/results/codec.json"
-
-
-def forecast(page: Path) -> str:
-    """Communication of a step by link speed, as the ``plan`` command predicts it from the measured speeds of the codec."""
-    rows = []
-    for link in LINKS:
-        plain, coded = _planned(link)
-        saved = coded["speedup"] > 1
-        verdict = "yes" if saved else 'no: `"auto"` passes the messages through'
-        seconds = (f"{row['ms'] / 1e3:.1f}" for row in (plain, coded))
-        rows.append((f"{link.removesuffix('gbit')} Gbit/s", *seconds, f"{coded['speedup']:.2f}", verdict))
-    head = ("link of one rank", "uncompressed, s", "compressed, s", "speed-up", "does it help?")
-    command = f"python -m ds_zipccl {FORECAST.format(link=LINKS[1])}"
-    return f"{table(head, rows)}\n\n```sh\n{command}\n```"
-
-
-def _planned(link: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The total rows of ``plan`` for one link, plain and coded."""
-    profile = str(ROOT / "docs" / "results" / "codec.json")
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "plan.json"
-        words = FORECAST.format(link=link).replace("docs/results/codec.json", profile)
-        args = parse([*shlex.split(words), "--json", str(path)])
-        with redirect_stdout(io.StringIO()):
-            args.main(args)
-        rows = json.loads(path.read_text())["rows"]
-    totals = {row["variant"]: row for row in rows if row["what"] == "total"}
-    return totals["plain"], totals["coded"]

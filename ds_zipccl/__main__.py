@@ -37,7 +37,7 @@ COMMANDS: dict[tuple[str, ...], tuple[str, str]] = {
     ),
     ("steps",): ("cli.steps", "ratios over a training, from its step logs"),
     ("top",): ("cli.top", "a live view of a training, from its step log"),
-    ("plan",): ("cli.plan", "predicted communication time of a training step; --validate compares with this machine"),
+    ("plan",): ("cli.plan", "predicted communication time of a training step, on NCCL groups"),
 }
 GROUPS = {"bench": "measurements: codec, comm, train, sync"}
 

@@ -1,4 +1,4 @@
-"""Cases of ``bench comm`` and ``plan --validate``, with sizes and bandwidths."""
+"""Cases of ``bench comm``, with sizes and bandwidths."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Start, watch and end the processes of ``bench comm`` and ``plan --validate``."""
+"""Start, watch and end the processes of ``bench comm``."""
 
 from __future__ import annotations
 
