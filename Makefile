@@ -65,7 +65,7 @@ step-logs: $(VENV)/ready
 
 # As root, on a quiet machine: predictions of `doctor` beside trainings of three ZeRO stages over three links; fails beyond 20%.
 doctor-check: $(VENV)/ready
-	$(BIN)/python -m ds_zipccl doctor --check zero1 zero2 zero3 --link 100mbit 300mbit 1gbit --json docs/results/doctor.json
+	$(BIN)/python -m ds_zipccl bench doctor --link 100mbit 300mbit 1gbit --json docs/results/doctor.json
 
 # Ten minutes of damaged frames under AddressSanitizer and UBSan, from a new seed; `make test-all` fuzzes for one minute.
 fuzz: $(VENV)/ready

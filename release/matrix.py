@@ -299,7 +299,7 @@ def shrink(cache: Path) -> None:
 
 def main() -> None:
     from ds_zipccl import __version__
-    from ds_zipccl.cli import tables
+    from ds_zipccl.tools import tables
 
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument(

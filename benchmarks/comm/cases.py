@@ -6,11 +6,9 @@ import argparse
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from ds_zipccl.benchmarks import data
-from ds_zipccl.benchmarks.links import link
 from ds_zipccl.benchmarks.links.backends import BACKENDS
-from ds_zipccl.cli import ToolError
 from ds_zipccl.ops import TRAFFIC
+from ds_zipccl.tools import ToolError, data, link
 
 
 @dataclass(frozen=True)

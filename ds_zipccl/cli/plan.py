@@ -52,12 +52,11 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
-from ds_zipccl.benchmarks import data
-from ds_zipccl.cli import ToolError, tables
 from ds_zipccl.cli.planning import model, operations, rows, speeds, user_job
 from ds_zipccl.cli.planning.schedules import OWNERS, DeviceSchedules, Row
-from ds_zipccl.cli.tables import Column
 from ds_zipccl.policy.cost_model import DELTA_RATIO
+from ds_zipccl.tools import ToolError, data, tables
+from ds_zipccl.tools.tables import Column
 
 COLUMNS: tuple[Column, ...] = (Column("network", width=17), Column("what", width=20), Column("op", width=14))
 COLUMNS += (Column("calls", ",d", 7), Column("variant", width=7), Column("how", width=11))
@@ -108,7 +107,7 @@ def main(args: argparse.Namespace) -> int:
     _check(args)
     work = rows.computing(args)
     if args.plot:
-        from ds_zipccl.benchmarks import plots  # before the model: matplotlib may be missing
+        from ds_zipccl.tools import plots  # before the model: matplotlib may be missing
 
     codec = speeds.device_codec(args.gpu_profile, args.dtype)
     tables.say("model of NCCL groups: no network of GPUs has run these schedules yet")

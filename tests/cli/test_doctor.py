@@ -21,9 +21,8 @@ from programs import launch
 from safetensors.torch import save_file
 
 from ds_zipccl.__main__ import main
-from ds_zipccl.benchmarks.links import link, namespaces
-from ds_zipccl.benchmarks.train import doctor_check
-from ds_zipccl.cli import ToolError, doctor_ranks, explain
+from ds_zipccl.benchmarks.train import doctor as doctor_check
+from ds_zipccl.cli import doctor_ranks, explain
 from ds_zipccl.cli.doctor_ranks import RankReport
 from ds_zipccl.cli.planning import job as job_plan
 from ds_zipccl.cli.planning import operations as step_plan
@@ -32,6 +31,7 @@ from ds_zipccl.integration import autoload, hook_points
 from ds_zipccl.policy.admission import PassReason
 from ds_zipccl.policy.cost_model import DeviceProfile, LinkProfile, Topology, lossy_size, predict
 from ds_zipccl.policy.settled import Settled
+from ds_zipccl.tools import ToolError, link, namespaces
 
 FAST = LinkProfile(((1.0, 1e-5), (1e9, 1.0)), 1e12, 1e12, 1e12, 1e12, 1e12, 1e-6)
 NORMAL = job_plan.Ratios(1.5, 4.0, "")
@@ -382,7 +382,7 @@ def test_a_training_on_a_shaped_link(tmp_path: Path) -> None:
     """Bits are equal, and both sides see that coding pays. How near they are is for `make doctor-check` on a quiet machine: other tests
     slow a training down."""
     path = tmp_path / "check.json"
-    ended = command(*f"doctor --check zero2 --link 200mbit --steps 4 --skip 1 --json {path}".split())
+    ended = command(*f"bench doctor --workload zero2 --link 200mbit --steps 4 --skip 1 --json {path}".split())
     found = content(path)
     (row,) = found["rows"]
     assert not found["problems"] and min(row["comm"], row["comm_predicted"]) > 1.5, ended.stderr

@@ -12,9 +12,10 @@ import pytest
 import torch
 from commands import Capture, assert_refused, outcome
 
-from ds_zipccl.cli import ToolError, doctor
+from ds_zipccl.cli import doctor
 from ds_zipccl.cli.planning import model, user_job
 from ds_zipccl.policy.cost_model import EXCHANGE_S, NVLINK, RDMA_REACH
+from ds_zipccl.tools import ToolError
 
 LLAMA = {
     "model_type": "llama", "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32,

@@ -13,8 +13,7 @@ from commands import Capture, assert_refused
 from places import ROOT
 
 from ds_zipccl.__main__ import COMMANDS, main
-from ds_zipccl.benchmarks.links import link
-from ds_zipccl.cli import ToolError
+from ds_zipccl.tools import ToolError, link
 
 COUNTS = [
     (f"{option} {number}", f"{number!r} is not a whole number from 1 to ")
@@ -40,8 +39,6 @@ REFUSED: dict[str, list[tuple[str, str]]] = {
         ("--ranks 1", "--ranks must be at least 2"),
         ("--ds-config missing.json", "cannot read the DeepSpeed config of the job missing.json"),
         ("--params -1", "is not a whole number from 1"),
-        ("--check zero2", "--check wants a --link of a given rate"),
-        ("--check zero2 --link 1gbit --steps 3", "need --steps > --skip"),
     ],
     "plan": [
         *COUNTS,
@@ -126,6 +123,10 @@ REFUSED: dict[str, list[tuple[str, str]]] = {
         ("--codec round --peers lz4", "--peers are lossless"),
         ("--codec round --data changed:1%", "add --codec delta"),
         ("--codec round --dtype e4m3 --data normal", "no tensor of a dtype that lossy codecs take"),
+    ],
+    "bench doctor": [
+        ("--link loopback", "--link wants a rate"),
+        ("--link 1gbit --steps 3", "need --steps > --skip"),
     ],
     "bench comm": [("--ranks 1", "at least 2"), ("--op nosuch", "all_gather")],
     "bench train": [

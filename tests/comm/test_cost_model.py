@@ -17,7 +17,6 @@ import torch.distributed as dist
 
 from ds_zipccl import comm
 from ds_zipccl.benchmarks.comm import cases, launch, variants
-from ds_zipccl.benchmarks.links import link, namespaces
 from ds_zipccl.comm import tuner
 from ds_zipccl.comm.decision import DecisionMemory
 from ds_zipccl.comm.group_state import group_state, link_profile
@@ -27,6 +26,7 @@ from ds_zipccl.lossy import Int, LossyCodec, Round, TacoFp8, Zfp
 from ds_zipccl.ops import TRAFFIC
 from ds_zipccl.policy import admission, cost_model, trial
 from ds_zipccl.policy.cost_model import VARIANTS, LinkProfile, lossy_size, predict, typical_ratio
+from ds_zipccl.tools import link, namespaces
 
 PIECE_BYTES = 4 << 20
 

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 
-from ds_zipccl.cli import ToolError, files
 from ds_zipccl.cli.planning import operations, speeds
 from ds_zipccl.cli.planning.operations import CODED, COPIED, EXPONENTS, GRADIENTS, LOSSY, PLAIN, TOTAL, StepTraffic
 from ds_zipccl.cli.planning.schedules import DeviceSchedules, Row
@@ -20,6 +19,7 @@ from ds_zipccl.policy import admission, cost_model
 from ds_zipccl.policy.admission import Message, PassReason
 from ds_zipccl.policy.cost_model import DELTA_RATIO, LinkProfile, lossy_size
 from ds_zipccl.policy.settled import Settled
+from ds_zipccl.tools import ToolError, files
 
 #: Bytes of a sample that are compressed for its ratio (seed: a tenth of a second).
 SAMPLE_BYTES = 64 << 20

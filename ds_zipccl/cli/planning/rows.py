@@ -9,11 +9,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-from ds_zipccl.cli import ToolError, tables
 from ds_zipccl.cli.planning.operations import CODED, PLAIN, TOTAL, USUAL, default_config, operations, proposals
 from ds_zipccl.cli.planning.schedules import DeviceSchedules, Row, groups
-from ds_zipccl.cli.tables import Column
 from ds_zipccl.policy.cost_model import HOP_S, STEP_S
+from ds_zipccl.tools import ToolError, tables
+from ds_zipccl.tools.tables import Column
 
 #: A time that is shorter by less than the first factor is no gain (seed: the error of the model); the second names a further key.
 GAIN, WORTH = 1.02, 1.1

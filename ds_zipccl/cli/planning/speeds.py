@@ -9,10 +9,9 @@ from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from ds_zipccl.benchmarks import data
-from ds_zipccl.cli import ToolError, tables
 from ds_zipccl.policy import cost_model
 from ds_zipccl.policy.cost_model import DELTA_RATIO
+from ds_zipccl.tools import ToolError, data, tables
 
 if TYPE_CHECKING:
     import torch
