@@ -22,7 +22,6 @@ from typing import Any, Literal, get_args, get_origin
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the package of the checkout, not an installed one
 
-import drawing
 import lossy_tables
 import measured
 import modelled
@@ -255,10 +254,7 @@ def tuner_constants(page: Path) -> str:
     asynchronous = trial.DELAY_CALLS[1]
     rows = (
         ("calls of each candidate in the first trial", trial.TRIAL_CALLS),
-        (
-            "the same of all-to-alls, in the first and the second round",
-            "{} and {}".format(*trial.EXCHANGE_ROUNDS),
-        ),
+        ("the same of all-to-alls, in the first and the second round", "{} and {}".format(*trial.EXCHANGE_ROUNDS)),
         ("share of the best time above which a candidate has no second round", trial.CLEARLY_SLOWER),
         ("calls between agreements on the size of uneven all-to-alls", trial.SIZE_CALLS),
         (
@@ -297,10 +293,7 @@ def step_constants(page: Path) -> str:
             "windows of a trial and of a probe, for plain and for coded steps",
             f"{trial.TRIAL_WINDOWS} and {trial.PROBE_WINDOWS}",
         ),
-        (
-            "steps of a window that do not count, and that do",
-            f"{trial.SETTLE_STEPS} and {trial.WINDOW_STEPS}",
-        ),
+        ("steps of a window that do not count, and that do", f"{trial.SETTLE_STEPS} and {trial.WINDOW_STEPS}"),
         ("steps between a trial and the agreement on its times", trial.DELAY_STEPS),
         ("part of all steps that probes may cost", trial.PROBE_SHARE),
         ("share of the current time that the other steps must stay below", trial.STEP_HYSTERESIS),
@@ -377,7 +370,6 @@ SECTIONS: dict[str, Section] = {
     "corpus": measured.corpus,
     "cuda": measured.cuda,
     "doctor": trained.doctor,
-    "figures": trained.figures,
     "front": trained.front,
     "jobs": jobs,
     "forecast_nccl": modelled.forecast,
@@ -467,7 +459,7 @@ def _command(line: str) -> str:
 
 
 def main() -> int:
-    """Write all pages and drawings.
+    """Write all pages.
 
     Returns:
         Exit status: 0.
@@ -478,8 +470,6 @@ def main() -> int:
         if after != before:
             page.write_text(after)
             print(f"{page.relative_to(ROOT)} written")
-    for path, text in drawing.files().items():
-        path.write_text(text)
     return 0
 
 

@@ -115,17 +115,11 @@ _COUNTED = {
 
 
 def counts(page: Path) -> str:
-    """What a step of ZeRO-3 asks of NCCL groups, before schedules became coarse and now."""
-    before, now = results("nccl_counts_before"), results("nccl_counts")
-    places = [f"{row['nodes']} x {row['each']}" for row in now["rows"]]
-    heads = [f"{place}, {when}" for place in places for when in ("fine", "now")]
-    pairs = [one for both in zip(before["rows"], now["rows"], strict=True) for one in both]
-    rows = (
-        (name, *(f"{row.get(key, row['fragments_layer']):{form}}" for row in pairs))
-        for name, (key, form) in _COUNTED.items()
-    )
-    origins = f"Fine:\n\n{provenance(before)}\n\nNow:\n\n{provenance(now)}"
-    return f"{origins}\n\n{table(('a step of 7B', *heads), rows)}"
+    """What a step of ZeRO-3 asks of NCCL groups."""
+    content = results("nccl_counts")
+    places = (f"{row['nodes']} x {row['each']}" for row in content["rows"])
+    rows = ((name, *(f"{row[key]:{form}}" for row in content["rows"])) for name, (key, form) in _COUNTED.items())
+    return f"{provenance(content)}\n\n{table(('a step of 7B', *places), rows)}"
 
 
 def gathers(page: Path) -> str:
