@@ -6,7 +6,6 @@ RANKS ?= 2
 FUZZ_SECONDS ?= 600
 SOAK_SECONDS ?= 1800
 SEEDS ?= 1000
-SIMAI ?=
 TEST_PATH = .:tests/support:tests:tests/comm
 # What `make test` and `make test-all` run: T files or folders (all tests unless given), K an expression of pytest's -k. For example
 # `make test T=tests/comm/test_moves.py K=every_bit`, or `make test-all T=tests/codec`.
@@ -21,7 +20,7 @@ unexport PYTHONDONTWRITEBYTECODE
 export DS_ACCELERATOR = cpu
 export PYTHONWARNINGS = ignore::FutureWarning
 
-.PHONY: demo test test-all every-test corpus step-logs doctor-check fuzz fuzz-config soak soak-sim soak-programs traces gpu gpu-wheels simai cpu-instructions wheels matrix results dockerfile mutants size lint clean
+.PHONY: demo test test-all every-test corpus step-logs doctor-check fuzz fuzz-config soak soak-sim soak-programs traces gpu gpu-wheels cpu-instructions wheels matrix results dockerfile mutants size lint clean
 
 # torch first and pinned: with it in place nothing else pulls another build. DS_BUILD_OPS=0: DeepSpeed compiles nothing at install.
 # --no-compile: an import compiles the few modules that it needs, of fourteen thousand.
@@ -66,7 +65,7 @@ step-logs: $(VENV)/ready
 
 # As root, on a quiet machine: predictions of `doctor` beside trainings of three ZeRO stages over three links; fails beyond 20%.
 doctor-check: $(VENV)/ready
-	$(BIN)/python -m ds_zipccl doctor --check zero1 zero2 zero3 --link 100mbit 300mbit 1gbit --json docs/results/doctor.json
+	$(BIN)/python -m ds_zipccl bench doctor --link 100mbit 300mbit 1gbit --json docs/results/doctor.json
 
 # Ten minutes of damaged frames under AddressSanitizer and UBSan, from a new seed; `make test-all` fuzzes for one minute.
 fuzz: $(VENV)/ready
@@ -111,10 +110,6 @@ gpu:
 GPU_PYTHON ?= 3.12
 gpu-wheels: $(VENV)/ready
 	PYTHONPATH=$(TEST_PATH):tests/codec:tests/fuzz:tests/gpu $(BIN)/python tests/gpu/wheels.py make "$(WHEELS)" --python $(GPU_PYTHON)
-
-# Plain collectives of `plan` beside the analytical mode of the simulator SimAI: SIMAI is a checkout of github.com/aliyun/SimAI.
-simai: $(VENV)/ready
-	$(BIN)/python -m ds_zipccl.benchmarks.simai.compare "$(SIMAI)" --json docs/results/plan_simai.json
 
 # Instructions an element of the C++ kernels, on x86-64 and on 64-bit Arm: needs qemu-user-static and g++-aarch64-linux-gnu. Some minutes.
 cpu-instructions: $(VENV)/ready

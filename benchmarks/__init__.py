@@ -1,4 +1,4 @@
 """Measurements of codecs, collectives, trainings and weight sync, and the programs and figures used for comparison.
 
-No user job runs these modules: ``python -m ds_zipccl bench``, ``plan --clusters|--validate`` and ``doctor --check`` do.
+No user job runs these modules: ``python -m ds_zipccl bench`` does.
 """

@@ -24,8 +24,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
-from ds_zipccl.cli import ToolError, tables
-from ds_zipccl.cli.tables import Column
+from ds_zipccl.tools import ToolError, tables
+from ds_zipccl.tools.tables import Column
 
 if TYPE_CHECKING:
     import torch

@@ -22,7 +22,6 @@ from typing import Any, Literal, get_args, get_origin
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the package of the checkout, not an installed one
 
-import drawing
 import lossy_tables
 import measured
 import modelled
@@ -252,10 +251,7 @@ def step_constants(page: Path) -> str:
             "windows of a trial and of a probe, for plain and for coded steps",
             f"{trial.TRIAL_WINDOWS} and {trial.PROBE_WINDOWS}",
         ),
-        (
-            "steps of a window that do not count, and that do",
-            f"{trial.SETTLE_STEPS} and {trial.WINDOW_STEPS}",
-        ),
+        ("steps of a window that do not count, and that do", f"{trial.SETTLE_STEPS} and {trial.WINDOW_STEPS}"),
         ("steps between a trial and the agreement on its times", trial.DELAY_STEPS),
         ("part of all steps that probes may cost", trial.PROBE_SHARE),
         ("share of the current time that the other steps must stay below", trial.STEP_HYSTERESIS),
@@ -332,10 +328,8 @@ SECTIONS: dict[str, Section] = {
     "corpus": measured.corpus,
     "cuda": measured.cuda,
     "doctor": trained.doctor,
-    "figures": trained.figures,
     "front": trained.front,
     "jobs": jobs,
-    "forecast": measured.forecast,
     "forecast_nccl": modelled.forecast,
     "gpu": measured.gpu,
     "instructions": measured.instructions,
@@ -346,8 +340,6 @@ SECTIONS: dict[str, Section] = {
     "nccl_gathers": modelled.gathers,
     "nccl_operations": modelled.operations,
     "nccl_steps": modelled.steps,
-    "plan_clusters": modelled.clusters,
-    "plan_simai": modelled.simulator,
     "plan_steps": modelled.whole_steps,
     "step_constants": step_constants,
     "steps": measured.steps,
@@ -425,7 +417,7 @@ def _command(line: str) -> str:
 
 
 def main() -> int:
-    """Write all pages and drawings.
+    """Write all pages.
 
     Returns:
         Exit status: 0.
@@ -436,8 +428,6 @@ def main() -> int:
         if after != before:
             page.write_text(after)
             print(f"{page.relative_to(ROOT)} written")
-    for path, text in drawing.files().items():
-        path.write_text(text)
     return 0
 
 

@@ -46,10 +46,6 @@ def sizes(page: Path) -> str:
         error = max(rows[codec, data]["error"] for data in _DATA)
         name = "lossless" if codec == _LOSSLESS else f"`{codec}`"
         lines.append((name, *(f"{one:.1f}" for one in bits), f"{16 / bits[0]:.2f}", f"{error:.2g}"))
-    heads = (
-        "codec",
-        *(f"bits per value, {said}" for said in _DATA.values()),
-        "ratio on gradients",
-        "relative L2 error, at most",
-    )
+    bits = (f"bits per value, {said}" for said in _DATA.values())
+    heads = ("codec", *bits, "ratio on gradients", "relative L2 error, at most")
     return f"{provenance(content)}\n\n{table(heads, lines)}"

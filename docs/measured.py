@@ -6,18 +6,12 @@ that measured it.
 
 from __future__ import annotations
 
-import io
 import json
 import os
-import shlex
 import statistics
-import tempfile
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import redirect_stdout
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
-
-from ds_zipccl.__main__ import parse
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -36,6 +30,19 @@ def table(head: Iterable[str], rows: Iterable[Iterable[Any]]) -> str:
     lines = [list(head), *(list(map(str, row)) for row in rows)]
     lines.insert(1, ["---"] * len(lines[0]))
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+class _Missing:
+    """Stands for None in the cells of a table."""
+
+    def __format__(self, spec: str) -> str:
+        return "-"
+
+
+def listed(rows: Iterable[Mapping[str, Any]], heads: str, line: str) -> str:
+    """A Markdown table of rows of results. ``line``: the cells of a row as text of ``str.format``; None is a dash."""
+    known = ({key: _Missing() if value is None else value for key, value in row.items()} for row in rows)
+    return table(heads.split(" | "), (line.format(**row).split(" | ") for row in known))
 
 
 def results(name: str) -> dict[str, Any]:
@@ -67,35 +74,25 @@ def picture(alternative: str, name: str, page: Path) -> str:
 def codec(page: Path) -> str:
     """Ratio and speed of the codecs on synthetic data; every data set in bf16, the main ones in the other dtypes."""
     content = results("codec")
-    heads = ("codec", "dtype", "data", "ratio", "bound", "encode GB/s", "decode GB/s")
-    speeds = ("encode_gbps", "decode_gbps", "encode_memcpy", "decode_memcpy")
     rows = (
-        (
-            *(row[key] for key in ("codec", "dtype", "data")),
-            *(f"{row[key]:.3f}" for key in ("ratio", "entropy_ratio")),
-            *(f"{row[key]:.2f}" for key in speeds),
-        )
+        row
         for row in content["rows"]
         if row["codec"] != "raw" and (row["dtype"] == "bfloat16" or row["data"] in ("normal", "bf16_in_fp32"))
     )
-    return f"{provenance(content)}\n\n" + table((*heads, "encode / memcpy", "decode / memcpy"), rows)
+    heads = "codec | dtype | data | ratio | bound | encode GB/s | decode GB/s | encode / memcpy | decode / memcpy"
+    line = "{codec} | {dtype} | {data} | {ratio:.3f} | {entropy_ratio:.3f} | {encode_gbps:.2f} | {decode_gbps:.2f}"
+    line += " | {encode_memcpy:.2f} | {decode_memcpy:.2f}"
+    return f"{provenance(content)}\n\n{listed(rows, heads, line)}"
 
 
 def delta(page: Path) -> str:
     """Ratio and speed of differences, in place of the whole tensor, by the share of changed words."""
     content = results("delta")
-    heads = ("data", "changed %", "ratio", "bound", "encode / memcpy", "decode / memcpy", "in place / memcpy")
-    rows = (
-        (
-            row["data"],
-            f"{100 * row['changed']:.1f}",
-            f"{row['ratio']:.1f}",
-            "-" if row["bound"] is None else f"{row['bound']:.1f}",
-            *(f"{row[key]:.2f}" for key in ("encode_memcpy", "decode_memcpy", "in_place_memcpy")),
-        )
-        for row in content["rows"]
-    )
-    return f"{provenance(content)}\n\n" + table(heads, rows)
+    rows = (row | {"changed": 100 * row["changed"]} for row in content["rows"])
+    heads = "data | changed % | ratio | bound | encode / memcpy | decode / memcpy | in place / memcpy"
+    line = "{data} | {changed:.1f} | {ratio:.1f} | {bound:.1f}"
+    line += " | {encode_memcpy:.2f} | {decode_memcpy:.2f} | {in_place_memcpy:.2f}"
+    return f"{provenance(content)}\n\n{listed(rows, heads, line)}"
 
 
 #: Tensors of the corpus that stand for the roles with lossy codecs.
@@ -105,75 +102,27 @@ LOSSY_TENSORS = ("act.forward", "act.backward", "grad.blocks", "moe.dispatch")
 def lossy(page: Path) -> str:
     """A line for every tensor and lossy codec: bits, errors, and speeds compared with memcpy."""
     content = results("lossy")
-    heads = (
-        "tensor",
-        "dtype",
-        "codec",
-        "bits per value",
-        "relative L2 error",
-        "error of small values",
-        "encode / memcpy",
-        "decode / memcpy",
-    )
-    rows = (
-        (
-            row["data"],
-            row["dtype"],
-            row["codec"],
-            f"{row['bits']:.2f}",
-            *("-" if row[key] is None else f"{row[key]:.3g}" for key in ("error", "small_error")),
-            *(f"{row[key]:.2f}" for key in ("encode_memcpy", "decode_memcpy")),
-        )
-        for row in content["rows"]
-        if row["data"] in LOSSY_TENSORS
-    )
-    return f"{provenance(content)}\n\n" + table(heads, rows)
+    heads = "tensor | dtype | codec | bits per value | relative L2 error | error of small values | encode / memcpy | decode / memcpy"
+    line = "{data} | {dtype} | {codec} | {bits:.2f} | {error:.3g} | {small_error:.3g} | {encode_memcpy:.2f} | {decode_memcpy:.2f}"
+    return f"{provenance(content)}\n\n{listed((row for row in content['rows'] if row['data'] in LOSSY_TENSORS), heads, line)}"
 
 
 def rows(page: Path) -> str:
     """Ratio and speed of row frames compared with ordinary frames, by width, share of rows that follow from others, and size."""
-    if not (ROOT / "docs" / "results" / "rows.json").exists():
-        return "Not measured yet."
     content = results("rows")
-    heads = ("data", "width", "elements", "frames", "ratio", "ordinary ratio", "encode / ordinary", "decode / ordinary")
-    found = (
-        (
-            row["data"],
-            row["width"],
-            f"{row['numel'] >> 20}M",
-            row["fragments"],
-            *(f"{row[key]:.2f}" for key in ("ratio", "plain_ratio", "encode_plain", "decode_plain")),
-        )
-        for row in content["rows"]
-    )
-    return f"{provenance(content)}\n\n" + table(heads, found)
+    found = (row | {"numel": row["numel"] >> 20} for row in content["rows"])
+    heads = "data | width | elements | frames | ratio | ordinary ratio | encode / ordinary | decode / ordinary"
+    line = "{data} | {width} | {numel}M | {fragments} | {ratio:.2f} | {plain_ratio:.2f} | {encode_plain:.2f} | {decode_plain:.2f}"
+    return f"{provenance(content)}\n\n{listed(found, heads, line)}"
 
 
 def sync(page: Path) -> str:
     """Bytes and speed of weight sync compared with the two other ways."""
     content = results("sync")
-    heads = (
-        "changed %",
-        "way",
-        "ratio",
-        "bytes / sync's",
-        "pack / memcpy",
-        "apply / memcpy",
-        "pack GB/s",
-        "apply GB/s",
-    )
-    rows = (
-        (
-            f"{row['changed']:g}",
-            row["way"],
-            "-" if row["ratio"] is None else f"{row['ratio']:.1f}",
-            f"{row['times']:.2f}",
-            *(f"{row[key]:.3f}" for key in ("pack_memcpy", "apply_memcpy")),
-            *(f"{row[key]:.2f}" for key in ("pack_gbps", "apply_gbps")),
-        )
-        for row in content["rows"]
-    )
-    return f"{provenance(content)}\n\n" + table(heads, rows)
+    heads = "changed % | way | ratio | bytes / sync's | pack / memcpy | apply / memcpy | pack GB/s | apply GB/s"
+    line = "{changed:g} | {way} | {ratio:.1f} | {times:.2f}"
+    line += " | {pack_memcpy:.3f} | {apply_memcpy:.3f} | {pack_gbps:.2f} | {apply_gbps:.2f}"
+    return f"{provenance(content)}\n\n{listed(content['rows'], heads, line)}"
 
 
 def cuda(page: Path) -> str:
@@ -184,56 +133,23 @@ def cuda(page: Path) -> str:
             "`make gpu` tests and measures the kernels on a GPU, and writes the results that this table shows."
         )
     content = results("cuda")
-    heads = (
-        "route",
-        "codec",
-        "MiB",
-        "block",
-        "offset",
-        "ratio",
-        "encode GB/s",
-        "decode GB/s",
-        "copy GB/s",
-        "encode / copy",
-    )
-    rows = (
-        (
-            *(row[key] for key in ("route", "codec", "mib", "block", "offset")),
-            f"{row['ratio']:.3f}",
-            *(f"{row[key]:.0f}" for key in ("encode_gbps", "decode_gbps", "copy_gbps")),
-            *(f"{row[key]:.2f}" for key in ("encode_moved", "decode_moved")),
-            "" if row["sum_moved"] is None else f"{row['sum_moved']:.2f}",
-            f"{row['pair_us']:.0f}",
-            row["wrong"],
-        )
-        for row in content["rows"]
-    )
-    more = ("decode / copy", "sum of eight / copy", "encode and decode, us", "wrong")
-    parts = [provenance(content), table((*heads, *more), rows)]
+    heads = "route | codec | MiB | block | offset | ratio | encode GB/s | decode GB/s | copy GB/s | encode / copy | decode / copy"
+    heads += " | sum of eight / copy | encode and decode, us | wrong"
+    line = "{route} | {codec} | {mib} | {block} | {offset} | {ratio:.3f} | {encode_gbps:.0f} | {decode_gbps:.0f} | {copy_gbps:.0f}"
+    line += " | {encode_moved:.2f} | {decode_moved:.2f} | {sum_moved:.2f} | {pair_us:.0f} | {wrong}"
+    parts = [provenance(content), listed(content["rows"], heads, line)]
     if content.get("floors"):
         answers = {True: "met", False: "**missed**", None: "not compared"}
-        compared = (
-            (
-                one["floor"],
-                one["wanted"],
-                "" if one["got"] is None else f"{one['got']:.4g}",
-                ": ".join(filter(None, (answers[one["met"]], one.get("note", "")))),
-            )
-            for one in content["floors"]
-        )
-        parts.append("Floors:\n\n" + table(("floor", "wanted", "measured", "outcome"), compared))
-    if content.get("python_us"):
-        times = "; ".join(
-            f"{route}: {', '.join(f'{name} {microseconds:.0f} us' for name, microseconds in of_route.items())}"
-            for route, of_route in content["python_us"].items()
-        )
-        parts.append(f"Time of the host for a call with 1 and with 20 tensors: {times}.")
-    if content.get("left_out"):
-        parts.append(
-            "Not measured: "
-            + "; ".join(f"{name} ({reason.splitlines()[0]})" for name, reason in content["left_out"].items())
-            + "."
-        )
+        notes = (": ".join(filter(None, (answers[one["met"]], one.get("note", "")))) for one in content["floors"])
+        shown = (one | {"outcome": note} for one, note in zip(content["floors"], notes, strict=True))
+        line = "{floor} | {wanted} | {got:.4g} | {outcome}"
+        parts.append(f"Floors:\n\n{listed(shown, 'floor | wanted | measured | outcome', line)}")
+    for route, known in content.get("python_us", {}).items():
+        times = ", ".join(f"{name} {microseconds:.0f} us" for name, microseconds in known.items())
+        parts.append(f"Time of the host for a call with 1 and with 20 tensors: {route}: {times}.")
+    if left := content.get("left_out"):
+        reasons = "; ".join(f"{name} ({reason.splitlines()[0]})" for name, reason in left.items())
+        parts.append(f"Not measured: {reasons}.")
     return "\n\n".join(parts)
 
 
@@ -263,39 +179,19 @@ def gpu(page: Path) -> str:
 def _on_nccl(comm: dict[str, Any], train: dict[str, Any]) -> Iterator[str]:
     """Collectives and trainings over NCCL of ``make gpu``, as far as there are any."""
     if comm.get("rows"):
-        keys = ("op", "ranks", "numel", "variant")
-        rows = (
-            (
-                *(row[key] for key in keys),
-                f"{row['time_us']:.0f}",
-                f"{row['ratio']:.3f}",
-                f"{row['host_waits']:g}",
-                row["wrong"],
-            )
-            for row in comm["rows"]
-        )
         shared = (
             "; the ranks share a GPU, over sockets, so the times say nothing about a network"
             if comm.get("environment")
             else ""
         )
-        yield f"Collectives over NCCL{shared}:\n\n" + table((*keys, "us", "ratio", "host waits", "wrong"), rows)
+        heads = "op | ranks | numel | variant | us | ratio | host waits | wrong"
+        line = "{op} | {ranks} | {numel} | {variant} | {time_us:.0f} | {ratio:.3f} | {host_waits:g} | {wrong}"
+        yield f"Collectives over NCCL{shared}:\n\n{listed(comm['rows'], heads, line)}"
     if train.get("rows"):
-        keys = ("workload", "ranks", "variant")
-        counts = ("logical_bytes", "wire_bytes")
-        rows = (
-            (
-                *(row[key] for key in keys),
-                f"{row['step_ms']:.1f}",
-                *(row[key] for key in counts),
-                f"{row['host_waits']:g}",
-                row["params_sha256"][:16],
-            )
-            for row in train["rows"]
-        )
-        heads = (*keys, "step ms", "logical bytes", "wire bytes", "host waits per step", "parameters")
+        heads = "workload | ranks | variant | step ms | logical bytes | wire bytes | host waits per step | parameters"
+        line = "{workload} | {ranks} | {variant} | {step_ms:.1f} | {logical_bytes} | {wire_bytes} | {host_waits:g} | {params_sha256:.16}"
         problems = [problem for verdict in train["verdicts"] for problem in verdict["problems"]]
-        yield f"Trainings over NCCL; bits: {'; '.join(problems) or 'equal'}.\n\n" + table(heads, rows)
+        yield f"Trainings over NCCL; bits: {'; '.join(problems) or 'equal'}.\n\n{listed(train['rows'], heads, line)}"
 
 
 def _coded_steps(verdict: dict[str, Any]) -> list[int]:
@@ -309,9 +205,8 @@ def _both_ms(verdict: dict[str, Any]) -> tuple[float, float] | None:
     times = verdict["step_ms"]
     if len(times) < 2:
         return None
-    return statistics.median(times["plain"][4:]), statistics.median(
-        times["auto"][1 + at] for at in _coded_steps(verdict)
-    )
+    coded = (times["auto"][1 + at] for at in _coded_steps(verdict))
+    return statistics.median(times["plain"][4:]), statistics.median(coded)
 
 
 def job_on_nccl() -> Sequence[str]:
@@ -320,15 +215,8 @@ def job_on_nccl() -> Sequence[str]:
     verdict = next(one for one in verdicts if one["workload"] == "lora")
     times = _both_ms(verdict)
     assert times is not None
-    plain, coded = times
-    return (
-        "LoRA, ZeRO-3, NCCL, one H200 as two nodes",
-        f"{verdict['link'].removesuffix('gbit')} Gbit/s",
-        f"{plain:.0f}",
-        f"{coded:.0f}",
-        f"**{plain / coded:.2f}**",
-        "-",
-    )
+    link, gain = f"{verdict['link'].removesuffix('gbit')} Gbit/s", f"**{times[0] / times[1]:.2f}**"
+    return ("LoRA, ZeRO-3, NCCL, one H200 as two nodes", link, *(f"{ms:.0f}" for ms in times), gain, "-")
 
 
 def _over_ethernet(content: dict[str, Any]) -> str:
@@ -338,17 +226,8 @@ def _over_ethernet(content: dict[str, Any]) -> str:
         volume, both = verdict["volume"]["auto"], _both_ms(verdict)
         fewer = statistics.median(volume["plain_m"][at] / volume["sent_m"][at] for at in _coded_steps(verdict))
         times = ("not kept", "not kept") if both is None else [f"{ms:.0f}" for ms in both]
-        parameters = f"{verdict['parameters'] / 1e6:.0f}M"
-        rows.append(
-            (
-                verdict["workload"],
-                parameters,
-                verdict["link"],
-                *times,
-                f"{fewer:.2f}",
-                "; ".join(verdict["problems"]) or "equal",
-            )
-        )
+        place = verdict["workload"], f"{verdict['parameters'] / 1e6:.0f}M", verdict["link"]
+        rows.append((*place, *times, f"{fewer:.2f}", "; ".join(verdict["problems"]) or "equal"))
     heads = ("workload", "parameters", "link", "plain step ms", "coded step ms", "fewer bytes in a coded step", "bits")
     kept = " Times were read from the progress bars of the runs." if "step_ms_from" in content["verdicts"][0] else ""
     return (
@@ -415,41 +294,7 @@ def comm(page: Path) -> str:
 def steps(page: Path) -> str:
     """Ratios over whole trainings."""
     content = results("steps")
-    ratios = ("first", "middle", "last", "min", "ratio")
-    rows = ([row["file"], row["role"], *(f"{row[key]:.2f}" for key in ratios)] for row in content["rows"])
+    heads = "file | role | first tenth | between | last tenth | least | all"
+    line = "{file} | {role} | {first:.2f} | {middle:.2f} | {last:.2f} | {min:.2f} | {ratio:.2f}"
     drawn = picture("Ratio and learning rate, step by step", "steps.png", page)
-    heads = ("first tenth", "between", "last tenth", "least", "all")
-    return f"{drawn}{provenance(content)}\n\n" + table(("file", "role", *heads), rows)
-
-
-#: Links of the README's forecast, per GPU.
-LINKS = ("1gbit", "10gbit", "25gbit", "100gbit")
-FORECAST = "plan --params 7e9 --zero 3 --gpus 16 --gpus-per-node 1 --backend gloo --network {link}/node --profile docs/results/codec.json"
-
-
-def forecast(page: Path) -> str:
-    """Communication of a step by link speed, as the ``plan`` command predicts it from the measured speeds of the codec."""
-    rows = []
-    for link in LINKS:
-        plain, coded = _planned(link)
-        saved = coded["speedup"] > 1
-        verdict = "yes" if saved else 'no: `"auto"` passes the messages through'
-        seconds = (f"{row['ms'] / 1e3:.1f}" for row in (plain, coded))
-        rows.append((f"{link.removesuffix('gbit')} Gbit/s", *seconds, f"{coded['speedup']:.2f}", verdict))
-    head = ("link of one rank", "uncompressed, s", "compressed, s", "speed-up", "does it help?")
-    command = f"python -m ds_zipccl {FORECAST.format(link=LINKS[1])}"
-    return f"{table(head, rows)}\n\n```sh\n{command}\n```"
-
-
-def _planned(link: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The total rows of ``plan`` for one link, plain and coded."""
-    profile = str(ROOT / "docs" / "results" / "codec.json")
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "plan.json"
-        words = FORECAST.format(link=link).replace("docs/results/codec.json", profile)
-        args = parse([*shlex.split(words), "--json", str(path)])
-        with redirect_stdout(io.StringIO()):
-            args.main(args)
-        rows = json.loads(path.read_text())["rows"]
-    totals = {row["variant"]: row for row in rows if row["what"] == "total"}
-    return totals["plain"], totals["coded"]
+    return f"{drawn}{provenance(content)}\n\n{listed(content['rows'], heads, line)}"

@@ -115,17 +115,11 @@ _COUNTED = {
 
 
 def counts(page: Path) -> str:
-    """What a step of ZeRO-3 asks of NCCL groups, before schedules became coarse and now."""
-    before, now = results("nccl_counts_before"), results("nccl_counts")
-    places = [f"{row['nodes']} x {row['each']}" for row in now["rows"]]
-    heads = [f"{place}, {when}" for place in places for when in ("fine", "now")]
-    pairs = [one for both in zip(before["rows"], now["rows"], strict=True) for one in both]
-    rows = (
-        (name, *(f"{row.get(key, row['fragments_layer']):{form}}" for row in pairs))
-        for name, (key, form) in _COUNTED.items()
-    )
-    origins = f"Fine:\n\n{provenance(before)}\n\nNow:\n\n{provenance(now)}"
-    return f"{origins}\n\n{table(('a step of 7B', *heads), rows)}"
+    """What a step of ZeRO-3 asks of NCCL groups."""
+    content = results("nccl_counts")
+    places = (f"{row['nodes']} x {row['each']}" for row in content["rows"])
+    rows = ((name, *(f"{row[key]:{form}}" for row in content["rows"])) for name, (key, form) in _COUNTED.items())
+    return f"{provenance(content)}\n\n{table(('a step of 7B', *places), rows)}"
 
 
 def gathers(page: Path) -> str:
@@ -238,60 +232,6 @@ def steps(page: Path) -> str:
 def _commands() -> str:
     found = (f"{PROGRAM} {_STEP.format(stage=stage, more=words)}\n" for stage, words in ((3, ""), (2, _MORE)))
     return f"```sh\n{''.join(found)}```"
-
-
-def clusters(page: Path) -> str:
-    """The model of whole steps against published runs: a line for every run."""
-    content = results("plan_clusters")
-    fit = content["fit"]
-    rows = (
-        (
-            *(row[key] for key in ("figure", "size", "links", "tokens")),
-            f"{row['measured']:g}",
-            f"{row['predicted']:.1f}",
-            f"{row['off']:+.1%}" + ("" if row["fitted"] else " (not fitted)"),
-            f"{row['unseen']:+.1%}",
-            f"{row['exposed']:.0%}",
-            f"{row['fewer']:g}",
-            f"{row['bytes_alone']:.1f}",
-            f"{row['bytes_off']:+.0%}",
-        )
-        for row in content["rows"]
-    )
-    about = (
-        f"Published: {content['source']}.\n\nFitted parameters: a GPU computes {fit['tflops']:.1f} TFLOPs; {fit['path']:.1f} GB/s between "
-        f"the network cards and the GPUs of a node. Greatest error of the fitted cells: {content['worst']:.1%}."
-    )
-    head = (
-        "figure", "model", "links a node", "tokens", "ZeRO-3 TFLOPs", "predicted", "error", "error, figure unseen", "exposed",
-        "ZeRO++ TFLOPs", "by bytes alone", "error",
-    )  # fmt: skip
-    return f"{provenance(content)}\n\n{about}\n\n{table(head, rows)}"
-
-
-def simulator(page: Path) -> str:
-    """Plain communication of ten steps by ``plan`` and by SimAI."""
-    content = results("plan_simai")
-    rows = (
-        (
-            *(row[key] for key in ("params", "zero")),
-            f"{row['gpus']:,}",
-            row["network"],
-            f"{row['calls']:,}",
-            *(f"{row[key]:.0f}" for key in ("simai_ms", "ours_ms")),
-            f"{row['off']:+.0%}",
-            *(f"{row[key]:.0f}" for key in ("simai_sizes_ms", "ours_hop_ms")),
-            f"{row['off_hop']:+.0%}",
-        )
-        for row in content["rows"]
-    )
-    hashes = ", ".join(f"`{name}` {digest[:16]}" for name, digest in content["sha256"].items())
-    about = f"The tables of sizes imply {content['hop_us']:.0f} µs for every further node (`--hop`). SHA-256 of SimAI's files: {hashes}."
-    head = (
-        "parameters", "ZeRO", "GPUs", "network of a node", "operations", "SimAI, ms", "`plan`, ms", "difference",
-        "SimAI by sizes, ms", "`plan` with hops, ms", "difference",
-    )  # fmt: skip
-    return f"{provenance(content)}\n\n{about}\n\n{table(head, rows)}"
 
 
 def whole_steps(page: Path) -> str:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from measured import VARIANTS, picture, provenance, results, table
+from measured import VARIANTS, listed, picture, provenance, results, table
 
 #: column of the training table -> key of its rows, and the format of its values
 _TRAINED: dict[str, tuple[str, Callable[[Any], str]]] = {
@@ -54,17 +54,17 @@ def beyond(page: Path) -> str:
 def doctor(page: Path) -> str:
     """Predictions of the doctor compared with trainings."""
     content = results("doctor")
-    keys = ("comm", "comm_predicted", "comm_off", "step", "step_predicted", "step_off")
-    rows = ((row["workload"], row["link"], *(f"{row[key]:.2f}" for key in keys)) for row in content["rows"])
-    head = (
-        "workload", "link", "communication", "predicted", "predicted / measured", "step", "predicted", "predicted / measured"
-    )  # fmt: skip
+    heads = (
+        "workload | link | communication | predicted | predicted / measured | step | predicted | predicted / measured"
+    )
+    line = "{workload} | {link} | {comm:.2f} | {comm_predicted:.2f} | {comm_off:.2f}"
+    line += " | {step:.2f} | {step_predicted:.2f} | {step_off:.2f}"
     off = [row[key] for row in content["rows"] for key in ("comm_off", "step_off")]
     said = (
         f"Times faster than plain DeepSpeed, two ranks. The rule is {content['tolerance']:.0%}; predictions are {min(off):.2f} to "
         f"{max(off):.2f} of the measured factors."
     )
-    return f"{said}\n\n{provenance(content)}\n\n{table(head, rows)}"
+    return f"{said}\n\n{provenance(content)}\n\n{listed(content['rows'], heads, line)}"
 
 
 #: The same of trainings with lossy roles or fused sums.
@@ -189,54 +189,6 @@ def _link(rate: str) -> str:
         if rate.endswith(suffix):
             return f"{rate.removesuffix(suffix)} {suffix[0].upper()}bit/s"
     return rate
-
-
-#: The step on the link may take this much longer than on one node where the README says "at the speed of one node".
-_AS_FAST = 1.15
-
-
-def lora_title(rows: dict[tuple[str, str], dict[str, Any]], link: str, size: str, equal: bool) -> str:
-    """The sentence on LoRA at the top of the README.
-
-    Args:
-        rows: by link and variant; ``loopback`` is one node.
-        size: of the model.
-        equal: whether all bits were those of the plain runs.
-    """
-    there, here = rows[link, "coded"], rows["loopback", "coded"]
-    one_node = min(here["step_ms"], rows["loopback", "plain"]["step_ms"])
-    slower = there["step_ms"] / one_node
-    pace = "the speed of one node" if slower <= _AS_FAST else f"{slower:.1f} times the step of one node"
-    bits = "same adapters and merged weights bit for bit" if equal else "**the bits differ**"
-    plain = (f"{rows[place, 'plain']['step_ms']:.0f}" for place in (link, "loopback"))
-    return (
-        f"**LoRA under ZeRO-3 over {_link(link)} at {pace}**: a Llama of {size} parameters, {there['ranks']} CPU ranks, gloo: "
-        f"{there['step_ms']:.0f} ms per step, {here['step_ms']:.0f} on one node; DeepSpeed {' and '.join(plain)}. Gathers send "
-        f"{there['gather_ratio']:.0f} times fewer bytes from the second step on; {bits}"
-    )
-
-
-def figures(page: Path) -> str:
-    """The figures at the top of the README, with their conditions."""
-    content = results("train_lora")
-    rows = {(row["link"], row["variant"]): row for row in content["rows"]}
-    (link,) = {row["link"] for row in content["rows"]} - {"loopback"}
-    equal = not any(verdict["problems"] for verdict in content["verdicts"])
-    lines = ["- " + lora_title(rows, link, f"{content['verdicts'][0]['parameters'] / 1e6:.0f}M", equal)]
-    for name, text in (("train_zero2", "ZeRO-2"), ("train_zero3_base", 'ZeRO-3 with `"zero3_base": "host"`')):
-        found = _variants(name)
-        plain, coded = found["plain"], found["coded"]
-        model = f"a GPT of {results(name)['verdicts'][0]['parameters'] / 1e6:.1f}M parameters"
-        lines.append(
-            f"- **{coded['speedup']:.1f} times faster steps**: {text}, {model}, {coded['ranks']} CPU ranks, gloo on "
-            f"{_link(coded['link'])}: {coded['step_ms']:.0f} instead of {plain['step_ms']:.0f} ms, same parameters bit for bit"
-        )
-    row = next(row for row in results("codec")["rows"] if row["codec"] == "cascade" and row["data"] == "normal")
-    lines.append(
-        f"- **{row['ratio']:.2f} times smaller**: Gaussian bf16 (bound {row['entropy_ratio']:.2f}) at "
-        f"{row['encode_gbps']:.1f} GB/s encode, {row['decode_gbps']:.1f} GB/s decode on one CPU thread"
-    )
-    return "\n".join(lines)
 
 
 _LOOPBACK = "trainings-on-loopback-and-on-a-slow-link"

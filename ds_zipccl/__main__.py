@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from ds_zipccl import __version__
-from ds_zipccl.cli import ToolError
+from ds_zipccl.tools import ToolError
 
 PROGRAM = "python -m ds_zipccl"
 
@@ -31,15 +31,16 @@ COMMANDS: dict[tuple[str, ...], tuple[str, str]] = {
         "time, bandwidth and bytes of collectives: plain, our schedule, compressed",
     ),
     ("bench", "train"): ("benchmarks.train.bench", "trainings, plain and compressed, whose bits must be equal"),
+    ("bench", "doctor"): ("benchmarks.train.doctor", "predictions of doctor, compared with trainings on shaped links"),
     ("bench", "sync"): (
         "benchmarks.sync",
         "bytes and speed of weight sync, compared with pairs of index and value and XOR with zstd",
     ),
     ("steps",): ("cli.steps", "ratios over a training, from its step logs"),
     ("top",): ("cli.top", "a live view of a training, from its step log"),
-    ("plan",): ("cli.plan", "predicted communication time of a training step; --validate compares with this machine"),
+    ("plan",): ("cli.plan", "predicted communication time of a training step, on NCCL groups"),
 }
-GROUPS = {"bench": "measurements: codec, comm, train, sync"}
+GROUPS = {"bench": "measurements: codec, comm, train, doctor, sync"}
 
 
 def _parser(chosen: tuple[str, ...] | None) -> argparse.ArgumentParser:
@@ -90,7 +91,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         Exit status: 0 all is well; 1 a measured result is wrong, or no route works here; 2 the command could not do its task.
     """
     args = parse(list(sys.argv[1:] if argv is None else argv))
-    from ds_zipccl.cli import tables
+    from ds_zipccl.tools import tables
 
     try:
         tables.check_outputs(args)

@@ -194,9 +194,7 @@ def collect(training: Training, steps: int) -> dict[str, Tensor]:
     }
     training.model.zero_grad()
     tensors["moe.dispatch"] = dispatch(feed_forward_inputs(training))
-    tensors["act.forward_fp16"] = fuse(
-        training.forward(torch.float16)
-    )  # from fp32: bf16 ones have zeros as lowest bits
+    tensors["act.forward_fp16"] = fuse(training.forward(torch.float16))  # of fp32: bf16 has zeros as lowest bits
     return tensors
 
 

@@ -100,9 +100,7 @@ class Example:
     script: str = __file__
     config: str = "ds_config_zero3.json"
     options: Callable[[argparse.ArgumentParser], None] = lambda parser: None  # adds its own options
-    configure: Callable[[dict, argparse.Namespace, int], dict] = lambda config, args, world: (
-        config
-    )  # DeepSpeed's config
+    configure: Callable[[dict, argparse.Namespace, int], dict] = lambda config, args, world: config  # DeepSpeed's
     about: str = ABOUT
     sizes: Mapping[str, Any] = field(default_factory=lambda: SIZES)
     build: Callable[[argparse.Namespace, int], tuple[nn.Module, list]] = build_gpt
@@ -211,9 +209,8 @@ def train(args: argparse.Namespace, example: Example | None = None) -> dict:
     unsplit = [(name, one) for name, one in named if one.shape == whole.get(name)]
     everyone: list = [None] * world
     # through torch: not part of the counted traffic
-    dist.all_gather_object(
-        everyone, (losses, hashes, bytes_sent(), parameters_hash(unsplit, zero3), calls, bool(unsplit))
-    )
+    mine = losses, hashes, bytes_sent(), parameters_hash(unsplit, zero3), calls, bool(unsplit)
+    dist.all_gather_object(everyone, mine)
     curves, digests, sent, alike, timed, sharing = zip(*everyone)
     # ranks at one place of their models hold the same parameters, and all ranks that hold shared ones hold the same
     replicas = len({one for one, shares in zip(alike, sharing) if shares}) <= 1
@@ -325,9 +322,7 @@ def options(example: Example | None = None) -> argparse.ArgumentParser:
     option("--lr", type=float, metavar="X", help="learning rate (default: what the config file says)")
     option("--schedule", choices=("config", "cosine"), default="config", help="cosine: 5%% warm-up, then cosine decay")
     option("--zeropp", action="store_true", help="DeepSpeed's lossy ZeRO++ (ZeRO-3 only), to compare")
-    option(
-        "--batch", type=int, metavar="N", help="sequences per rank and micro-batch (default: what the config file says)"
-    )
+    option("--batch", type=int, metavar="N", help="sequences of a micro-batch (default: what the config file says)")
     option("--experts", type=int, default=0, help="experts per layer (default: none; not with ZeRO-3)")
     option("--top-k", type=int, default=1, metavar="K", help="experts of a token (default: 1)")
     option("--bias", action="store_true", help="experts with biases, as torch's linear layers have")

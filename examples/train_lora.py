@@ -95,12 +95,7 @@ def hashes(model: nn.Module, zero3: bool) -> dict[str, str]:
 
 
 EXAMPLE = train_gpt.Example(
-    script=__file__,
-    config="ds_config_lora.json",
-    about=__doc__ or "",
-    sizes=SIZES,
-    build=build,
-    hashes=hashes,
+    script=__file__, config="ds_config_lora.json", about=__doc__ or "", sizes=SIZES, build=build, hashes=hashes
 )
 
 if __name__ == "__main__":

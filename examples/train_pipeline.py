@@ -25,9 +25,7 @@ SIZES = {
     "small": Size(vocabulary=4096, width=256, layers=4, heads=4, context=128, characters=4_000_000),  # 4M
     "medium": Size(vocabulary=16384, width=512, layers=8, heads=8, context=256, characters=12_000_000),  # 35M
     "wide": Size(vocabulary=1024, width=512, layers=4, heads=8, context=64, characters=400_000),  # 13M, large messages
-    "words": Size(
-        vocabulary=16384, width=256, layers=4, heads=4, context=64, characters=4_000_000
-    ),  # 7M, most in the embedding
+    "words": Size(vocabulary=16384, width=256, layers=4, heads=4, context=64, characters=4_000_000),  # 7M, 4M in words
 }
 
 

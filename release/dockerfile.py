@@ -53,9 +53,7 @@ def execute(place: Path) -> None:
         elif word in ("RUN", "CMD"):
             subprocess.run(["sh", "-c", rest] if word == "RUN" else json.loads(rest), cwd=folder, env=bare, check=True)
         elif word != "FROM":
-            raise ValueError(
-                f"unknown instruction {word}; this program knows FROM, RUN, WORKDIR, COPY . ., ARG and CMD"
-            )
+            raise ValueError(f"unknown instruction {word}; known are FROM, RUN, WORKDIR, COPY . ., ARG and CMD")
 
 
 if __name__ == "__main__":

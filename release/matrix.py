@@ -35,10 +35,7 @@ USUAL_PYTHON, USUAL_TORCH = "3.11", "2.13.0"
 
 #: Group -> its tests. A test file belongs to one group. A test trains plain and coded, or compares with golden frames.
 GROUPS: dict[str, tuple[str, ...]] = {
-    "bits": (
-        "tests/codec/test_golden.py::test_golden_frame",
-        "tests/comm/test_moves.py::test_every_bit_arrives",
-    ),
+    "bits": ("tests/codec/test_golden.py::test_golden_frame", "tests/comm/test_moves.py::test_every_bit_arrives"),
     "ZeRO-1, ZeRO-2": tuple(
         f"tests/integration/test_engines.py::{name}[2-coded-{case}]"
         for name in ("test_plain_and_coded_agree", "test_training_moves")
@@ -92,11 +89,8 @@ class Row:
 
     @property
     def pins(self) -> tuple[str, ...]:
-        return (
-            f"torch=={self.torch}",
-            f"deepspeed=={self.deepspeed}",
-            f"numpy=={self.numpy}" if self.numpy else "numpy",
-        )
+        numpy = f"numpy=={self.numpy}" if self.numpy else "numpy"
+        return f"torch=={self.torch}", f"deepspeed=={self.deepspeed}", numpy
 
 
 def table() -> list[Row]:
@@ -168,16 +162,8 @@ def measure(row: Row, folder: Path, interpreter: str, runner: Runner = run) -> d
         tests = [test for some in GROUPS.values() for test in some]
         report = folder / "report.xml"
         report.unlink(missing_ok=True)
-        options = (
-            "-q",
-            "-p",
-            "no:cacheprovider",
-            "--need-deepspeed",
-            "--continue-on-collection-errors",
-            "-k",
-            LEFT_OUT,
-        )
-        words = (python, "-m", "pytest", *options, f"--junitxml={report}", *tests)
+        options = "-q -p no:cacheprovider --need-deepspeed --continue-on-collection-errors -k".split()
+        words = (python, "-m", "pytest", *options, LEFT_OUT, f"--junitxml={report}", *tests)
         ended = runner(words, TEST_SECONDS, environment)
         found["groups"] = counted(report.read_text() if report.exists() else "")
     finally:
@@ -299,7 +285,7 @@ def shrink(cache: Path) -> None:
 
 def main() -> None:
     from ds_zipccl import __version__
-    from ds_zipccl.cli import tables
+    from ds_zipccl.tools import tables
 
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument(

@@ -59,8 +59,6 @@ def why_not(name: str, content: Mapping[str, Any], words: list[str]) -> str:
         return "`make gpu` writes it"
     if name == "gpu" and not shutil.which("nvidia-smi"):
         return "needs a GPU"
-    if "SIMAI=DIR" in words:
-        return "needs a checkout of SimAI: set SIMAI"
     if "--json" in words and Path(words[words.index("--json") + 1]) != Path("docs/results", f"{name}.json"):
         return "kept for comparison: its command writes another file"
     if "--json" not in words and words[0] != "make":
@@ -69,12 +67,6 @@ def why_not(name: str, content: Mapping[str, Any], words: list[str]) -> str:
     if any("bit" in word for word in links) and os.geteuid():
         return "shapes links: needs root"
     return ""
-
-
-def command_of(content: Mapping[str, Any]) -> list[str]:
-    """Return the words of the command that wrote a file."""
-    simai = os.environ.get("SIMAI")
-    return [f"SIMAI={simai}" if word == "SIMAI=DIR" and simai else word for word in shlex.split(content["command"])]
 
 
 def commit() -> str:
@@ -137,7 +129,7 @@ def main(given: Iterable[str] | None = None) -> int:
     todo, state, failed = [], sources(), []
     for path in paths:
         content = results(path.stem)
-        words = command_of(content)
+        words = shlex.split(content["command"])
         reason = (
             "measured with these sources" if content.get("sources") == state else why_not(path.stem, content, words)
         )

@@ -23,10 +23,13 @@ class Budget(NamedTuple):
     aim: int
 
 
+#: The folders that have one budget together, and its name.
+TOGETHER = ("docs", "release", "examples")
+SHARED = ", ".join(TOGETHER)
 #: Folder -> its budget; the files of the folder itself are not those of a folder named beside it.
 BUDGETS = {
     "ds_zipccl": Budget(1_510, 1_450),
-    "ds_zipccl/cli": Budget(3_502, 3_000),
+    "ds_zipccl/cli": Budget(2_815, 2_800),
     "ds_zipccl/codecs": Budget(2_880, 2_900),
     "ds_zipccl/comm": Budget(10_550, 9_800),
     "ds_zipccl/csrc": Budget(10_020, 10_050),
@@ -36,8 +39,10 @@ BUDGETS = {
     "ds_zipccl/policy": Budget(1_720, 1_350),
     "ds_zipccl/sync": Budget(1_241, 1_250),
     "ds_zipccl/telemetry": Budget(814, 900),
-    "benchmarks": Budget(5_950, 5_500),
-    "tests": Budget(59_100, 56_000),
+    "ds_zipccl/tools": Budget(1_460, 1_450),
+    "benchmarks": Budget(4_455, 4_500),
+    SHARED: Budget(4_400, 4_400),
+    "tests": Budget(58_750, 56_000),
 }
 #: Files of one folder of the package and of the benchmarks.
 MAX_FILES = 14
@@ -50,6 +55,8 @@ def folder_of(path: str) -> str:
     parts = path.split("/")
     if parts[:2] == ["benchmarks", "tests"]:
         return "tests"
+    if parts[0] in TOGETHER:
+        return SHARED
     names = ("/".join(parts[:count]) for count in range(len(parts) - 1, 0, -1))
     return next((name for name in names if name in BUDGETS), "")
 
@@ -57,7 +64,7 @@ def folder_of(path: str) -> str:
 def lines() -> dict[str, int]:
     """Return the lines of each folder of BUDGETS."""
     found = dict.fromkeys(BUDGETS, 0)
-    for top in ("ds_zipccl", "benchmarks", "tests"):
+    for top in ("ds_zipccl", "benchmarks", "tests", *TOGETHER):
         for path in (ROOT / top).rglob("*"):
             if folder := folder_of(path.relative_to(ROOT).as_posix()):
                 found[folder] += len(path.read_bytes().splitlines())

@@ -186,7 +186,7 @@ def row(rows: dict[Place, str], place: Place) -> str:
 
 MODULES = {
     path.relative_to(PACKAGE).as_posix(): parsed(path.read_text())
-    for top in ("cli", "codecs", "comm", "integration", "kernels", "policy", "sync", "telemetry", "")
+    for top in ("cli", "tools", "codecs", "comm", "integration", "kernels", "policy", "sync", "telemetry", "")
     for path in PACKAGE.glob(f"{top}/**/*.py" if top else "*.py")
 }
 

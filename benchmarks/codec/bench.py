@@ -53,14 +53,13 @@ from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
-from ds_zipccl.benchmarks import data
-from ds_zipccl.benchmarks.codec import delta, peers
+from ds_zipccl.benchmarks.codec import delta, peers, sets
 from ds_zipccl.benchmarks.codec import lossy as lossy_trial
 from ds_zipccl.benchmarks.codec import rows as row_trial
 from ds_zipccl.benchmarks.codec.trial import CODECS, PEER_ROUTE, Source, measure, ours, peers_of, stored, synthetic
-from ds_zipccl.cli import ToolError, tables
-from ds_zipccl.cli.tables import Column
 from ds_zipccl.lossy import LossyCodec
+from ds_zipccl.tools import ToolError, data, tables
+from ds_zipccl.tools.tables import Column
 
 MIB = (1, 4, 16, 64, 256, 1024)  # message sizes on CUDA
 
@@ -72,7 +71,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     named = "bf16 fp16 fp32 e4m3 e5m2 (first three)"
     option("--dtype", nargs="+", type=data.dtype, default=dtypes, metavar="T", help=named)
     option(
-        "--data", nargs="+", type=data.codec_spec, metavar="D", help="data sets, see below (all; none with --corpus)"
+        "--data", nargs="+", type=sets.codec_spec, metavar="D", help="data sets, see below (all; none with --corpus)"
     )
     option("--sigma", nargs="+", type=data.scale, default=[], metavar="S", help="scales of sets without a scale (1)")
     files = "measure the tensors of safetensors or torch files"
@@ -93,7 +92,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     option("--block", type=int, choices=data.BLOCKS, default=1024, help="elements per block (1024)")
     option("--repeats", type=int, default=5, metavar="K", help="timings whose median is shown (5)")
     option("--json", metavar="FILE", help="write the rows here too")
-    parser.epilog = f"{data.about()}\n{data.about_pairs()}\n{data.about_rows()}\n{lossy_trial.about()}"
+    parser.epilog = f"{data.about()}\n{sets.about_pairs()}\n{sets.about_rows()}\n{lossy_trial.about()}"
 
 
 def main(args: argparse.Namespace) -> int:
@@ -160,9 +159,9 @@ def _without_base(args: argparse.Namespace) -> tuple[tuple[Column, ...], Iterato
 
 def _demand_plain_data(args: argparse.Namespace) -> None:
     for spec in args.data or []:
-        if isinstance(spec, data.Pair):
+        if isinstance(spec, sets.Pair):
             raise ToolError(f"{spec} is a data set of words with a base: add --codec delta")
-        if isinstance(spec, data.RowSet):
+        if isinstance(spec, sets.RowSet):
             raise ToolError(f"{spec} is a data set of rows that repeat or scale earlier ones: add --codec rows")
 
 

@@ -30,8 +30,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 from ds_zipccl.benchmarks.codec import floors
-from ds_zipccl.cli import ToolError, tables
-from ds_zipccl.cli.tables import Column
+from ds_zipccl.tools import ToolError, tables
+from ds_zipccl.tools.tables import Column
 
 if TYPE_CHECKING:
     import torch

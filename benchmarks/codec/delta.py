@@ -7,11 +7,10 @@ from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from ds_zipccl.benchmarks import data
-from ds_zipccl.benchmarks.codec import peers
+from ds_zipccl.benchmarks.codec import peers, sets
 from ds_zipccl.benchmarks.codec.trial import PEER_ROUTE, accepted, figures, run, spoil, usable_routes
-from ds_zipccl.cli import ToolError, tables
-from ds_zipccl.cli.tables import Column
+from ds_zipccl.tools import ToolError, tables
+from ds_zipccl.tools.tables import Column
 
 if TYPE_CHECKING:
     import torch
@@ -121,7 +120,7 @@ def _array(tensor: torch.Tensor) -> Any:
     """The words as a numpy array of unsigned integers, over the same memory."""
     import numpy as np
 
-    from ds_zipccl.benchmarks.exponents import words
+    from ds_zipccl.tools.exponents import words
 
     signed = words(tensor).numpy()
     return signed.view(np.dtype(f"u{signed.itemsize}"))
@@ -173,25 +172,25 @@ def coders(args: argparse.Namespace) -> list[Coder]:
     return found
 
 
-def pairs(args: argparse.Namespace) -> list[tuple[data.Pair, str, int]]:
+def pairs(args: argparse.Namespace) -> list[tuple[sets.Pair, str, int]]:
     """The pairs to measure: data set, dtype, number of elements.
 
     Raises:
         ToolError: a data set has no base, or exists in none of the dtypes.
     """
-    named = args.data or data.usual_pairs()
+    named = args.data or sets.usual_pairs()
     for spec in named:
-        if not isinstance(spec, data.Pair):
-            raise ToolError(f"{spec.name!r} has no base, which --codec delta needs; known: {', '.join(data.PAIRS)}")
+        if not isinstance(spec, sets.Pair):
+            raise ToolError(f"{spec.name!r} has no base, which --codec delta needs; known: {', '.join(sets.PAIRS)}")
     found = [(pair, dtype, numel) for numel in args.numel for dtype in args.dtype for pair in named if pair.has(dtype)]
     if not found:
         raise ToolError("none of these data sets exists in any of these dtypes: they are for bf16, fp16 and fp32")
     return found
 
 
-def rows(cases: list[tuple[data.Pair, str, int]], able: list[Coder], repeats: int) -> Iterator[dict[str, Any]]:
+def rows(cases: list[tuple[sets.Pair, str, int]], able: list[Coder], repeats: int) -> Iterator[dict[str, Any]]:
     """Yield a row for each case and coder; words and base are made once per case."""
-    from ds_zipccl.benchmarks.exponents import differing
+    from ds_zipccl.tools.exponents import differing
 
     for pair, dtype, numel in cases:
         words, base = pair.make(numel, dtype)

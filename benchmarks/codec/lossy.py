@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 from ds_zipccl.benchmarks.codec import trial as codec_trial
 from ds_zipccl.benchmarks.codec.trial import NO_ROUTE, Source
-from ds_zipccl.cli import tables
-from ds_zipccl.cli.tables import Column
 from ds_zipccl.lossy import LOSSY_CODECS, LossyCodec
+from ds_zipccl.tools import tables
+from ds_zipccl.tools.tables import Column
 
 if TYPE_CHECKING:
     import torch

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from ds_zipccl.benchmarks import data
+from ds_zipccl.benchmarks.codec import sets
 from ds_zipccl.benchmarks.codec.trial import IDLE_S, accepted, calls_of, seconds_of, spoil, usable_routes, wrong_of
-from ds_zipccl.cli import ToolError
-from ds_zipccl.cli.tables import Column, alike
+from ds_zipccl.tools import ToolError
+from ds_zipccl.tools.tables import Column, alike
 
 if TYPE_CHECKING:
     import torch
@@ -107,7 +107,7 @@ class RowTrial:
 class Case:
     """A tensor to measure. ``dtype``: torch name."""
 
-    rows: data.RowSet
+    rows: sets.RowSet
     width: int
     dtype: str
     numel: int
@@ -119,10 +119,10 @@ def cases(args: argparse.Namespace) -> list[Case]:
     Raises:
         ToolError: a data set has no rows that repeat or scale earlier ones, or a width is below 1.
     """
-    named = args.data or data.usual_rows()
+    named = args.data or sets.usual_rows()
     for spec in named:
-        if not isinstance(spec, data.RowSet):
-            raise ToolError(f"{spec.name!r} has no repeated or scaled rows; known: {', '.join(data.ROWS)}")
+        if not isinstance(spec, sets.RowSet):
+            raise ToolError(f"{spec.name!r} has no repeated or scaled rows; known: {', '.join(sets.ROWS)}")
     if min(args.width) < 1:
         raise ToolError(f"--width must be at least 1, got {min(args.width)}")
     return [

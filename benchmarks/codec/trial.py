@@ -12,9 +12,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from ds_zipccl.benchmarks import data
 from ds_zipccl.benchmarks.codec import peers
-from ds_zipccl.cli import ToolError, tables
+from ds_zipccl.tools import ToolError, data, tables
 
 if TYPE_CHECKING:
     import torch
@@ -89,8 +88,8 @@ def stored(args: argparse.Namespace) -> Iterator[Source]:
     Raises:
         ToolError: a file cannot be read.
     """
-    from ds_zipccl.cli import files
     from ds_zipccl.frame import DTYPE_IDS
+    from ds_zipccl.tools import files
 
     for path in args.corpus:
         for name, load in files.tensors(path).items():
@@ -169,7 +168,7 @@ def spoil(back: torch.Tensor, tensor: torch.Tensor) -> None:
     """Fill the output ``back`` with the complement of the bits of ``tensor``."""
     import torch
 
-    from ds_zipccl.benchmarks.exponents import words
+    from ds_zipccl.tools.exponents import words
 
     torch.bitwise_not(words(tensor), out=words(back))
 
@@ -218,7 +217,7 @@ class FrameTrial:
 
 def measure(source: Source, coders: list[Coder], block: int, repeats: int) -> Iterator[dict[str, Any]]:
     """Yield a row for each coder; the tensor is made once."""
-    from ds_zipccl.benchmarks.exponents import Fields, exponents
+    from ds_zipccl.tools.exponents import Fields, exponents
 
     tensor = source.load()
     floating = tensor.is_floating_point()
@@ -291,7 +290,7 @@ def run(
 
 def wrong_of(got: torch.Tensor, wanted: torch.Tensor) -> int:
     """Number of elements whose bits differ; all elements if the sizes differ."""
-    from ds_zipccl.benchmarks.exponents import differing
+    from ds_zipccl.tools.exponents import differing
 
     return differing(got, wanted) if got.numel() == wanted.numel() else wanted.numel()
 

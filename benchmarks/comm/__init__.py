@@ -1,1 +1,1 @@
-"""``bench comm`` and ``plan --validate``: collectives between processes of this machine."""
+"""``bench comm``: collectives between processes of this machine."""

@@ -48,15 +48,13 @@ from __future__ import annotations
 import argparse
 import itertools
 
-from ds_zipccl.benchmarks import data
 from ds_zipccl.benchmarks.comm.cases import Calibration, Case, check
 from ds_zipccl.benchmarks.comm.launch import launch, rows_of
 from ds_zipccl.benchmarks.comm.variants import VARIANTS
-from ds_zipccl.benchmarks.links import link, namespaces
 from ds_zipccl.benchmarks.links.backends import BACKENDS, Backend
-from ds_zipccl.cli import ToolError, tables
-from ds_zipccl.cli.tables import Column
 from ds_zipccl.ops import TRAFFIC
+from ds_zipccl.tools import ToolError, data, link, namespaces, tables
+from ds_zipccl.tools.tables import Column
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -1,4 +1,4 @@
-"""Cases of ``bench comm`` and ``plan --validate``, with sizes and bandwidths."""
+"""Cases of ``bench comm``, with sizes and bandwidths."""
 
 from __future__ import annotations
 
@@ -6,11 +6,9 @@ import argparse
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from ds_zipccl.benchmarks import data
-from ds_zipccl.benchmarks.links import link
 from ds_zipccl.benchmarks.links.backends import BACKENDS
-from ds_zipccl.cli import ToolError
 from ds_zipccl.ops import TRAFFIC
+from ds_zipccl.tools import ToolError, data, link
 
 
 @dataclass(frozen=True)

@@ -19,8 +19,6 @@ import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from ds_zipccl import comm, kernels
-from ds_zipccl.cli import tables
-from ds_zipccl.cli.tables import Column
 from ds_zipccl.comm.group_state import group_state, resolve_group
 from ds_zipccl.comm.transport import COLLECTIVE_TRANSPORTS
 from ds_zipccl.config import ZipcclConfig
@@ -29,6 +27,8 @@ from ds_zipccl.kernels.cuda.jobs import frame_bytes
 from ds_zipccl.policy import admission, wire
 from ds_zipccl.policy.cost_model import GATHER, RATIO, RDMA_REACH, SUM, DeviceProfile
 from ds_zipccl.telemetry import counters
+from ds_zipccl.tools import tables
+from ds_zipccl.tools.tables import Column
 
 _Q, _UP, _UP3 = 4096**2, 4096 * 11008, 4096 * 14336
 #: MB of a gather of DeepSpeed -> elements of its parameters, of Llama 7B and Llama 3 8B: prefetches of some 5e7 elements.

@@ -1,4 +1,4 @@
-"""Start, watch and end the processes of ``bench comm`` and ``plan --validate``."""
+"""Start, watch and end the processes of ``bench comm``."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from ds_zipccl.benchmarks.comm.cases import Calibration, Case
 from ds_zipccl.benchmarks.links.backends import BACKENDS, Backend
-from ds_zipccl.benchmarks.links.namespaces import Network
-from ds_zipccl.cli import ToolError
+from ds_zipccl.tools import ToolError
+from ds_zipccl.tools.namespaces import Network
 
 if TYPE_CHECKING:
     from torch.multiprocessing.spawn import ProcessContext

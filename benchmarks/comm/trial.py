@@ -20,18 +20,18 @@ import torch.distributed as dist
 from ds_zipccl import comm, devices, ops
 from ds_zipccl.benchmarks.comm.cases import Calibration, Case, bandwidths, elements
 from ds_zipccl.benchmarks.comm.variants import VARIANTS, Variant
-from ds_zipccl.benchmarks.exponents import differing, words
-from ds_zipccl.benchmarks.links import link, namespaces
 from ds_zipccl.benchmarks.links.backends import BACKENDS, Backend
 from ds_zipccl.comm.group_state import find_nodes
 from ds_zipccl.comm.transport import calibration
 from ds_zipccl.config import ZipcclConfig
 from ds_zipccl.telemetry import counters
+from ds_zipccl.tools import link, namespaces
+from ds_zipccl.tools.exponents import differing, words
 
 if TYPE_CHECKING:
     from multiprocessing.queues import Queue
 
-    from ds_zipccl.benchmarks.links.namespaces import Network
+    from ds_zipccl.tools.namespaces import Network
 
 LOOPBACKS = ("lo", "lo0")  # names of the loopback interface on Linux and macOS
 

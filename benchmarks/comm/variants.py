@@ -1,4 +1,4 @@
-"""Variants that ``bench comm``, ``bench train`` and ``plan --validate`` compare: a table, or settings of the user."""
+"""Variants that ``bench comm`` and ``bench train`` compare: a table, or settings of the user."""
 
 from __future__ import annotations
 

@@ -7,19 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from ds_zipccl.benchmarks.links.link import NODE, SLOTS
-from ds_zipccl.benchmarks.links.namespaces import INTERFACE
-from ds_zipccl.cli import ToolError
+from ds_zipccl.benchmarks.links import NODE, SLOTS
 from ds_zipccl.ops import OPS
-
-#: Variables of NCCL for ranks that share a GPU or a shaped network. NCCL refuses two ranks of a node on one GPU; a
-#: ``NCCL_HOSTID`` per rank makes each rank a node. Transports inside a node are off. CTAs are few: ranks share the GPU.
-SOCKETS = "NCCL_SOCKET_IFNAME"
-SHARED_GPU = {
-    "NCCL_NET": "Socket", SOCKETS: "lo", "NCCL_IB_DISABLE": "1", "NCCL_MNNVL_ENABLE": "0",
-    "NCCL_NVLS_ENABLE": "0", "NCCL_MAX_CTAS": "2",
-}  # fmt: skip
-HOST_ID = "NCCL_HOSTID"
+from ds_zipccl.tools import ToolError, gpus
 
 
 @dataclass(frozen=True)
@@ -44,21 +34,17 @@ class Backend:
     @property
     def devices(self) -> int:
         """Number of GPUs for the ranks; 0 for a CPU backend."""
-        import torch
-
-        return torch.cuda.device_count() if self.device == "cuda" else 0
+        return gpus.devices() if self.device == "cuda" else 0
 
     def local_rank(self, rank: int) -> int:
         """Return the device index of a rank; on a CPU backend, the rank."""
-        return rank % self.devices if self.devices else rank
+        return gpus.local_rank(rank) if self.device == "cuda" else rank
 
     def environment(self, ranks: int, rank: int, linked: bool = False) -> dict[str, str]:
         """Variables of a rank that shares its GPU, uses a shaped network, or takes itself to be in a node."""
         if self.nodes and not linked:
             return {NODE: str(rank * self.nodes // ranks)}
-        if not self.devices or (ranks <= self.devices and not linked):
-            return {}
-        return {**SHARED_GPU, HOST_ID: f"rank{rank}"} | ({SOCKETS: INTERFACE} if linked else {})
+        return gpus.environment(ranks, rank, linked) if self.device == "cuda" else {}
 
     def codes(self, kind: str) -> bool:
         """Whether ds_zipccl has a schedule for an operation of ``kind`` (:data:`ds_zipccl.ops.TRAFFIC`)."""
@@ -74,7 +60,7 @@ class Backend:
         device = {"name": found.name, "count": self.devices, "memory_bytes": found.total_memory}
         nccl = ".".join(map(str, torch.cuda.nccl.version()))
         shared = self.environment(ranks, 0, linked)
-        shared |= {HOST_ID: "rank<RANK>"} if shared else {}
+        shared |= {gpus.HOST_ID: "rank<RANK>"} if shared else {}
         return {"backend": self.name, "device": device, "nccl": nccl, "cuda": torch.version.cuda, "environment": shared}
 
     def lines(self, ranks: Sequence[int], linked: bool = False) -> list[str]:

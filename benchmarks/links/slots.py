@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 from ds_zipccl import kernels
-from ds_zipccl.benchmarks.links.link import COUNTED, NODE, SLOTS
+from ds_zipccl.benchmarks.links import COUNTED, NODE, SLOTS
 from ds_zipccl.comm import topology
 from ds_zipccl.comm.group_state import group_nodes
 from ds_zipccl.comm.transport import COLLECTIVE_TRANSPORTS

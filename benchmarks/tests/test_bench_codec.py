@@ -15,9 +15,9 @@ from safetensors.torch import save_file
 
 from ds_zipccl import codecs
 from ds_zipccl.__main__ import main
-from ds_zipccl.benchmarks import data
-from ds_zipccl.benchmarks.codec import delta, lossy, peers, rows
+from ds_zipccl.benchmarks.codec import delta, lossy, peers, rows, sets
 from ds_zipccl.lossy import Int, Round, TacoFp8, Zfp
+from ds_zipccl.tools import data
 
 WORDS = "bench codec --route native --dtype bf16 --repeats 1 --codec"
 
@@ -32,19 +32,19 @@ def _orders(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def test_pairs_are_what_their_names_say() -> None:
-    words, base = data.Pair("changed", 3.0).make(1 << 18, "bfloat16")
+    words, base = sets.Pair("changed", 3.0).make(1 << 18, "bfloat16")
     moved = (_orders(words) - _orders(base)).abs()
     share = float((moved > 0).float().mean())
     assert share == pytest.approx(0.03, rel=0.05)
     assert set(moved.unique().tolist()) == {0, 1, 2}
     assert float((moved == 2).float().mean()) == pytest.approx(0.015 * share, rel=0.3)
     assert base.float().std() == pytest.approx(0.02, rel=0.01)
-    words, base = data.Pair("changed", 0.0).make(1000, "float32")
+    words, base = sets.Pair("changed", 0.0).make(1000, "float32")
     assert torch.equal(words, base)
 
     changed = []
     for rate in (1e-3, 1e-4, 1e-5):
-        words, base = data.Pair("adamw", rate).make(1 << 16, "bfloat16")
+        words, base = sets.Pair("adamw", rate).make(1 << 16, "bfloat16")
         changed.append(float((words != base).float().mean()))
     assert changed[0] > 0.8 > changed[1] > 0.2 > changed[2] > 0.02
 
@@ -59,8 +59,8 @@ def test_rows_of_differences_are_true(tmp_path: Path) -> None:
     for row in found["rows"]:
         assert list(row) == [column.key for column in delta.COLUMNS]
         assert row["wrong"] == 0
-        pair = data.codec_spec(row["data"])
-        assert isinstance(pair, data.Pair) and str(pair) == row["data"]
+        pair = sets.codec_spec(row["data"])
+        assert isinstance(pair, sets.Pair) and str(pair) == row["data"]
         words, base = pair.make(row["numel"], row["dtype"])
         moved = _orders(words) - _orders(base)
         changes = int((moved != 0).sum())
@@ -99,7 +99,7 @@ def test_wrong_elements_of_each_decoder_count(decoder: str, monkeypatch: pytest.
 @pytest.mark.parametrize("percent", [0.0, 30.0, 100.0])
 def test_rows_are_what_their_names_say(percent: float) -> None:
     width, numel = 48, 48 * 200 + 7
-    words, sources = data.RowSet("repeated", percent).make(numel, width, "bfloat16")
+    words, sources = sets.RowSet("repeated", percent).make(numel, width, "bfloat16")
     matrix, own = words[: 48 * 200].view(200, 48), torch.arange(200)
     copies = sources != own
     assert int(copies.sum()) == min(199, round(2 * percent))
@@ -108,7 +108,7 @@ def test_rows_are_what_their_names_say(percent: float) -> None:
     first = {tuple(row): i for i, row in reversed(list(enumerate(matrix.view(torch.int16).tolist())))}
     assert [first[tuple(row)] for row in matrix.view(torch.int16).tolist()] == sources.tolist()
 
-    words, sources = data.RowSet("scaled", percent).make(numel, width, "float32")
+    words, sources = sets.RowSet("scaled", percent).make(numel, width, "float32")
     matrix = words[: 48 * 200].view(200, 48)
     factors = matrix / matrix[sources.long()]
     assert bool((factors.max(1).values - factors.min(1).values < 1e-5).all())

@@ -13,15 +13,15 @@ from places import PYTHONPATH, TESTS
 from test_bench_train import results
 
 from ds_zipccl import kernels
-from ds_zipccl.benchmarks import data
 from ds_zipccl.benchmarks.comm import cases, trial
-from ds_zipccl.benchmarks.links import backends, link
+from ds_zipccl.benchmarks.links import backends
 from ds_zipccl.benchmarks.links.backends import BACKENDS, Backend
-from ds_zipccl.benchmarks.links.namespaces import INTERFACE, Network
 from ds_zipccl.benchmarks.train import bench
 from ds_zipccl.benchmarks.train.results import problems, rows
 from ds_zipccl.benchmarks.train.trial import Training, _commands, find_script
 from ds_zipccl.ops import TRAFFIC
+from ds_zipccl.tools import data, link
+from ds_zipccl.tools.namespaces import INTERFACE, Network
 
 #: ``python -m ds_zipccl bench`` with CPUs in place of GPUs.
 DRY = TESTS / "gpu" / "dry_bench.py"

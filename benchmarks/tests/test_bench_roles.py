@@ -16,7 +16,7 @@ from ds_zipccl.benchmarks.comm.variants import VARIANTS, find
 from ds_zipccl.benchmarks.train import volume
 from ds_zipccl.benchmarks.train.results import judge, rows
 from ds_zipccl.benchmarks.train.trial import Training
-from ds_zipccl.cli.step_logs import Step
+from ds_zipccl.tools.step_logs import Step
 
 EXAMPLE = EXAMPLES / "train_moe.py"
 

@@ -15,12 +15,11 @@ from places import EXAMPLES
 
 from ds_zipccl import comm
 from ds_zipccl.__main__ import main
-from ds_zipccl.benchmarks.links import link
 from ds_zipccl.benchmarks.train import bench, trial, volume
 from ds_zipccl.benchmarks.train.results import judge, problems, rows
 from ds_zipccl.benchmarks.train.trial import Training, find_script
-from ds_zipccl.cli import ToolError
-from ds_zipccl.cli.step_logs import Step
+from ds_zipccl.tools import ToolError, link
+from ds_zipccl.tools.step_logs import Step
 
 EXAMPLE = EXAMPLES / "train_gpt.py"
 
@@ -132,7 +131,8 @@ def test_bench_train_rows_are_medians_and_quotients() -> None:
 
 def test_plot_splits_steps(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    from ds_zipccl.benchmarks import plots
+    from ds_zipccl.benchmarks.train import plot
+    from ds_zipccl.tools import plots
 
     times = {("plain", "loopback"): (300, 60), ("coded", "loopback"): (310, 70), ("plain", "1gbit"): (600, 360)}
     times |= {("coded", "1gbit"): (400, 150)}
@@ -144,7 +144,7 @@ def test_plot_splits_steps(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> N
     ]
     figures: list[Any] = []
     monkeypatch.setattr(plots.pyplot, "close", figures.append)
-    plots.trainings(str(tmp_path / "out.png"), drawn)
+    plot.trainings(str(tmp_path / "out.png"), drawn)
     (figure,) = figures
     assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG")
     assert [axes.get_title(loc="left") for axes in figure.axes] == [f"{m}, 4 ranks" for m in ("zero2", "zero3", "moe")]
@@ -157,7 +157,7 @@ def test_plot_splits_steps(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> N
         texts = [text.get_text() for text in axes.texts]
         assert "400 ms · 1.50x, communication 2.40x" in texts and "600 ms" in texts and "360" in texts
     with pytest.raises(ToolError, match="cannot write /nowhere"):
-        plots.trainings("/nowhere/out.png", drawn)
+        plot.trainings("/nowhere/out.png", drawn)
 
 
 def test_bench_train_sees_what_is_wrong() -> None:

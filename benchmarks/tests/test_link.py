@@ -22,8 +22,7 @@ import pytest
 from commands import assert_refused, outcome
 from places import EXAMPLES
 
-from ds_zipccl.benchmarks.links import link, namespaces
-from ds_zipccl.cli import ToolError
+from ds_zipccl.tools import ToolError, link, namespaces
 
 EXAMPLE = EXAMPLES / "train_gpt.py"
 
@@ -197,7 +196,7 @@ def test_nothing_stays_however_it_ends() -> None:
 
 KILLED = """
 import os
-from ds_zipccl.benchmarks.links import link, namespaces
+from ds_zipccl.tools import link, namespaces
 with namespaces.shaped(link.parse('1gbit'), 3):
     os.kill(os.getpid(), {})
 """

@@ -1,1 +1,1 @@
-"""``bench train`` and ``doctor --check``: whole training runs."""
+"""``bench train`` and ``bench doctor``: whole training runs."""

@@ -81,13 +81,12 @@ from pathlib import Path
 from typing import Any
 
 from ds_zipccl.benchmarks.comm.variants import VARIANTS, changes, find
-from ds_zipccl.benchmarks.links import link, namespaces
 from ds_zipccl.benchmarks.links.backends import BACKENDS, Backend
 from ds_zipccl.benchmarks.train.results import ZEROPP, judge, rows
 from ds_zipccl.benchmarks.train.trial import WORKLOADS, Results, Training, find_script, run
-from ds_zipccl.cli import ToolError
-from ds_zipccl.cli.tables import Column, Table, alike, complain, say, write_json
 from ds_zipccl.config import ConfigError, parse_section
+from ds_zipccl.tools import ToolError, link, namespaces
+from ds_zipccl.tools.tables import Column, Table, alike, complain, say, write_json
 
 #: Columns of pipelines, measured in the first stage.
 STAGE_TIMES = ("epilogue_ms", "reductions_ms")
@@ -151,7 +150,7 @@ def main(args: argparse.Namespace) -> int:
             raise ToolError(f"variant {ZEROPP} needs ZeRO-3: leave it out with --workload {workload}")
     scripts = {workload: find_script(args.script, workload) for workload in args.workload}
     if args.plot:
-        from ds_zipccl.benchmarks import plots  # before hours of runs: matplotlib may be missing
+        from ds_zipccl.benchmarks.train import plot  # before hours of runs: matplotlib may be missing
     for line in backend.lines(args.ranks, any(args.link)):
         say(line)
     table, written, judgements = Table(_columns(args, backend)), [], []
@@ -189,7 +188,7 @@ def main(args: argparse.Namespace) -> int:
         }
         write_json(args.json, written, args.command, **more, **backend.about(max(args.ranks), any(args.link)))
     if args.plot and written:
-        plots.trainings(args.plot, written)
+        plot.trainings(args.plot, written)
     return int(any(judged["problems"] for judged in judgements))
 
 

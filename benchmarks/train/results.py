@@ -10,7 +10,7 @@ from typing import Any
 from ds_zipccl.benchmarks.comm import variants
 from ds_zipccl.benchmarks.train import volume
 from ds_zipccl.benchmarks.train.trial import Results, Training
-from ds_zipccl.cli.step_logs import EXPERTS
+from ds_zipccl.tools.step_logs import EXPERTS
 
 #: Suffix of the keys of hashes in a result.
 HASH = "_sha256"

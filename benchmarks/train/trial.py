@@ -16,12 +16,11 @@ from pathlib import Path
 from typing import Any
 
 import ds_zipccl
-from ds_zipccl.benchmarks.links import link, namespaces
+from ds_zipccl.benchmarks.links import COUNTED, SLOTS
 from ds_zipccl.benchmarks.links.backends import BACKENDS, Backend
-from ds_zipccl.benchmarks.links.link import COUNTED, SLOTS
-from ds_zipccl.benchmarks.links.namespaces import Network
-from ds_zipccl.cli import ToolError, step_logs
-from ds_zipccl.cli.tables import complain
+from ds_zipccl.tools import ToolError, link, namespaces, step_logs
+from ds_zipccl.tools.namespaces import Network
+from ds_zipccl.tools.tables import complain
 
 PACKAGE = Path(ds_zipccl.__file__).resolve().parent
 #: Folders of the examples in an installed wheel and in a checkout.

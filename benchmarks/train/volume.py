@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from ds_zipccl.cli.step_logs import EXPERTS, Step
 from ds_zipccl.telemetry import counters
+from ds_zipccl.tools.step_logs import EXPERTS, Step
 
 #: First step that counts. The gathers of step 1 have no base, and its log line includes the traffic before training.
 SECOND = 2

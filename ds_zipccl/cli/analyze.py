@@ -25,15 +25,14 @@ from collections.abc import Iterable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from ds_zipccl.benchmarks import data
-from ds_zipccl.cli import ToolError, tables
-from ds_zipccl.cli.tables import Column
+from ds_zipccl.tools import ToolError, data, tables
+from ds_zipccl.tools.tables import Column
 
 if TYPE_CHECKING:
     import torch
 
-    from ds_zipccl.benchmarks.plots import Histograms
-    from ds_zipccl.cli.files import Loader
+    from ds_zipccl.tools.files import Loader
+    from ds_zipccl.tools.plots import Histograms
 
 DEFAULT_SPEC = data.Spec("normal")
 
@@ -57,11 +56,11 @@ def main(args: argparse.Namespace) -> int:
     """Run ``analyze``; 1 if any element came back wrong, else 0."""
     if args.file != "-" and args.data:
         raise ToolError(f"--data is for synthetic data: write - instead of {args.file}")
-    from ds_zipccl.cli import files
+    from ds_zipccl.tools import files
 
     drawing = None
     if args.plot:
-        from ds_zipccl.benchmarks.plots import Histograms
+        from ds_zipccl.tools.plots import Histograms
 
         drawing = Histograms(args.block)
     tensors = dict(_synthetic(args)) if args.file == "-" else files.tensors(args.file)
@@ -100,7 +99,7 @@ def _row(name: str, tensor: torch.Tensor, block: int, route: str, drawing: Histo
     import torch
 
     from ds_zipccl import codecs
-    from ds_zipccl.benchmarks.exponents import MODES, Fields, block_tables, differing, exponents
+    from ds_zipccl.tools.exponents import MODES, Fields, block_tables, differing, exponents
 
     nbytes = tensor.numel() * tensor.element_size()
     row: dict[str, Any] = {"name": name, "dtype": str(tensor.dtype).removeprefix("torch."), "numel": tensor.numel()}

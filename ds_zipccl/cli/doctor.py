@@ -21,10 +21,7 @@ Roles other than zero_param and zero_grad are not predicted. FSDP2 has no config
 that of ``--sample``, tensors as the job sends them, or of normal values. Communication that overlaps with computing costs less than
 predicted, coded or not. Several ranks of a node share a link: predictions are of one rank per node.
 
-``--check`` compares predictions with the trainings of ``bench train`` on shaped links, as root: for each ``--link`` and workload the
-measured and the predicted factor, of communication (``exchange_ms``) and of steps, whose computing time is that of the plain run.
-
-The exit status is 1 if a hook is missing, or with ``--check`` if a prediction is off by more than 20% or a training has wrong bits.
+The exit status is 1 if a hook is missing. ``bench doctor`` compares predictions with trainings.
 """
 
 from __future__ import annotations
@@ -36,16 +33,15 @@ from collections.abc import Mapping
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
-from ds_zipccl.benchmarks.links import link, namespaces
-from ds_zipccl.benchmarks.train import doctor_check
-from ds_zipccl.cli import ToolError, doctor_ranks, tables
+from ds_zipccl.cli import doctor_ranks
 from ds_zipccl.cli.doctor_ranks import AgreedError, Ranks
 from ds_zipccl.cli.planning import model, user_job
 from ds_zipccl.cli.planning.operations import TOTAL
 from ds_zipccl.cli.planning.user_job import UserJob
 from ds_zipccl.cli.report import proofs
-from ds_zipccl.cli.tables import Column
 from ds_zipccl.config import ZipcclConfig
+from ds_zipccl.tools import ToolError, link, namespaces, tables
+from ds_zipccl.tools.tables import Column
 
 if TYPE_CHECKING:
     from ds_zipccl.policy.cost_model import LinkProfile
@@ -70,13 +66,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     about = "the outcome in sentences too: coded, plain and why, gain, what to change"
     option("--explain", action="store_true", help=about)
     option("--json", metavar="FILE", help="write everything here too")
-    doctor_check.add_arguments(parser)
 
 
 def main(args: argparse.Namespace) -> int:
-    """Run ``doctor``; 1 if a hook is missing, or with ``--check`` if a prediction is off."""
-    if args.check:
-        return doctor_check.main(args)
+    """Run ``doctor``; 1 if a hook is missing."""
     _check(args)
     if not doctor_ranks.launched():
         return _start_ranks(args)
@@ -98,7 +91,7 @@ def _check(args: argparse.Namespace) -> None:
     if args.ranks < 2:
         raise ToolError(f"--ranks must be at least 2, got {args.ranks}: one rank sends nothing")
     if len(args.link) != 1:
-        raise ToolError(f"the doctor takes one --link, got {len(args.link)}; --check takes several")
+        raise ToolError(f"the doctor takes one --link, got {len(args.link)}")
     link.check(args.link, [args.ranks], args.nodes)
 
 

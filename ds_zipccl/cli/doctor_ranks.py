@@ -18,9 +18,8 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
-from ds_zipccl.benchmarks.links.backends import BACKENDS
-from ds_zipccl.benchmarks.links.namespaces import Network, first_status, meeting
-from ds_zipccl.cli import ToolError
+from ds_zipccl.tools import ToolError, gpus
+from ds_zipccl.tools.namespaces import Network, first_status, meeting
 
 if TYPE_CHECKING:
     from ds_zipccl.config import ZipcclConfig
@@ -279,14 +278,14 @@ def local(words: Sequence[str], ranks: int, network: Network | None, timeout: fl
 
     ``network``: in whose nodes the processes run, None for loopback. ``timeout``: seconds until all are killed.
     """
-    command, nccl = [sys.executable, "-m", "ds_zipccl", *words], BACKENDS["nccl"]
+    command = [sys.executable, "-m", "ds_zipccl", *words]
     environment = {**os.environ, **meeting(network), "WORLD_SIZE": str(ranks), "OMP_NUM_THREADS": "1"}
     processes: list[subprocess.Popen[bytes]] = []
     try:
         for rank in range(ranks):
             start = subprocess.Popen if network is None else functools.partial(network.start, rank)
-            place = {"RANK": str(rank), "LOCAL_RANK": str(nccl.local_rank(rank))}
-            shared = nccl.environment(ranks, rank, network is not None)
+            place = {"RANK": str(rank), "LOCAL_RANK": str(gpus.local_rank(rank))}
+            shared = gpus.environment(ranks, rank, network is not None)
             processes.append(start(command, env={**environment, **place, **shared}))
         status = first_status(processes, timeout, _GOODBYE_S)
         return 2 if status is None else status

@@ -24,7 +24,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ds_zipccl.cli import ToolError, tables
+from ds_zipccl.tools import ToolError, tables
 
 if TYPE_CHECKING:
     from ds_zipccl.config import ZipcclConfig

@@ -20,10 +20,10 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from ds_zipccl.cli import tables
-from ds_zipccl.cli.step_logs import Step, read
-from ds_zipccl.cli.tables import Column
 from ds_zipccl.telemetry import counters
+from ds_zipccl.tools import tables
+from ds_zipccl.tools.step_logs import Step, read
+from ds_zipccl.tools.tables import Column
 
 _RATIOS = "mean min max ratio first middle last"
 
@@ -40,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(args: argparse.Namespace) -> int:
     """Run ``steps``; always 0."""
     if args.plot:
-        from ds_zipccl.benchmarks import plots  # before reading: matplotlib may be missing
+        from ds_zipccl.tools import plots  # before reading: matplotlib may be missing
     logs = {path: read(path, args.from_step) for path in args.files}
     columns = (Column("file", width=max(map(len, logs))), Column("role", width=15), Column("steps", ",d", 7))
     every = (row for path, steps in logs.items() for row in rows(path, steps))

@@ -17,10 +17,10 @@ import time
 from collections import deque
 from collections.abc import Iterator
 
-from ds_zipccl.cli import ToolError, tables
-from ds_zipccl.cli.step_logs import Malformed, Step, parse
-from ds_zipccl.cli.tables import Column
 from ds_zipccl.telemetry import counters
+from ds_zipccl.tools import ToolError, tables
+from ds_zipccl.tools.step_logs import Malformed, Step, parse
+from ds_zipccl.tools.tables import Column
 
 RATIOS = tables.alike("ratio now", "ratio", 8)
 COLUMNS = (Column("role", width=15), *RATIOS, Column("gbps", ".3f", 8), Column("mb_step", ",.2f", 10))

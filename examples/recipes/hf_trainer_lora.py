@@ -45,9 +45,7 @@ def main() -> None:
         report_to="none",
     )
     set_seed(0)
-    model = LlamaForCausalLM(
-        SHAPE
-    ).bfloat16()  # yours: AutoModelForCausalLM.from_pretrained(name, dtype=torch.bfloat16)
+    model = LlamaForCausalLM(SHAPE).bfloat16()  # yours: AutoModelForCausalLM.from_pretrained(name, dtype="bfloat16")
     model = get_peft_model(model, LoraConfig(r=8, lora_alpha=16, target_modules=["q_proj", "v_proj"]))
 
     tokens = torch.tensor(list(HERE.read_bytes()))  # yours: the numbers of a tokenizer

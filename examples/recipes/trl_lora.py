@@ -39,9 +39,7 @@ def tokenizer_of_bytes() -> PreTrainedTokenizerFast:
 def main() -> None:
     parser = argparse.ArgumentParser(description="LoRA on ZeRO-3 with TRL")
     parser.add_argument("--dpo", action="store_true", help="DPOTrainer, not SFTTrainer")
-    parser.add_argument(
-        "--full", action="store_true", help="train all weights; DPO then has a second model to refer to"
-    )
+    parser.add_argument("--full", action="store_true", help="train all weights; DPO then refers to a second model")
     parser.add_argument("--deepspeed", default=str(HERE.with_name("hf_trainer_lora.json")), help="DeepSpeed config")
     parser.add_argument("--steps", type=int, default=20, help="optimizer steps")
     parser.add_argument("--out", default="out/trl_lora", help="folder for the adapter")

@@ -16,9 +16,9 @@ from safetensors.torch import save_file
 
 from ds_zipccl import codecs
 from ds_zipccl.__main__ import main
-from ds_zipccl.benchmarks import data
 from ds_zipccl.benchmarks.codec import trial
-from ds_zipccl.benchmarks.exponents import Fields, block_tables, differing, entropy, exponents
+from ds_zipccl.tools import data
+from ds_zipccl.tools.exponents import Fields, block_tables, differing, entropy, exponents
 
 
 @pytest.fixture
@@ -160,7 +160,7 @@ def test_plot_is_a_picture(tmp_path: Path) -> None:
 
 def test_plot_knows_the_format() -> None:
     pytest.importorskip("matplotlib")
-    from ds_zipccl.benchmarks import plots
+    from ds_zipccl.tools import plots
 
     for mode, named in from_format.NAMED.items():
         tiers = {3 - k: tier for tier, ks in enumerate(named) for k in ks if k != "zero"}
@@ -179,7 +179,7 @@ def test_plot_knows_the_format() -> None:
 
 def test_plot_without_matplotlib(monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    monkeypatch.delitem(sys.modules, "ds_zipccl.benchmarks.plots", raising=False)
+    monkeypatch.delitem(sys.modules, "ds_zipccl.tools.plots", raising=False)
     assert_refused("analyze - --numel 4K --plot x.png".split(), "pip install matplotlib", capsys)
 
 

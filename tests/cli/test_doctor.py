@@ -9,6 +9,7 @@ import io
 import json
 import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,17 +21,17 @@ from programs import launch
 from safetensors.torch import save_file
 
 from ds_zipccl.__main__ import main
-from ds_zipccl.benchmarks.links import link, namespaces
-from ds_zipccl.benchmarks.train import doctor_check
-from ds_zipccl.cli import ToolError, doctor_ranks, explain
+from ds_zipccl.benchmarks.train import doctor as doctor_check
+from ds_zipccl.cli import doctor_ranks, explain
 from ds_zipccl.cli.doctor_ranks import RankReport
 from ds_zipccl.cli.planning import job as job_plan
 from ds_zipccl.cli.planning import operations as step_plan
 from ds_zipccl.cli.planning import speeds, user_job
 from ds_zipccl.integration import autoload, hook_points
 from ds_zipccl.policy.admission import PassReason
-from ds_zipccl.policy.cost_model import DeviceProfile, LinkProfile, Topology, predict
+from ds_zipccl.policy.cost_model import DeviceProfile, LinkProfile, Topology, lossy_size, predict
 from ds_zipccl.policy.settled import Settled
+from ds_zipccl.tools import ToolError, link, namespaces
 
 FAST = LinkProfile(((1.0, 1e-5), (1e9, 1.0)), 1e12, 1e12, 1e12, 1e12, 1e12, 1e-6)
 NORMAL = job_plan.Ratios(1.5, 4.0, "")
@@ -99,8 +100,8 @@ def test_values_that_a_trainer_fills_in(tmp_path: Path, monkeypatch: pytest.Monk
 def test_predictions_are_within_20_percent_of_measured_trainings(results: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Trainings of docs/results on shaped links. The link is the nominal one, and the codec that of docs/results/codec.json: the speed of
     this machine does not matter."""
-    coder = speeds.read(str(ROOT / "docs/results/codec.json"), "bfloat16").profile
-    monkeypatch.setattr(speeds, "measured_differences", lambda: (coder.encode, coder.decode))
+    encode, decode = speeds._read(str(ROOT / "docs/results/codec.json"), "bfloat16")
+    monkeypatch.setattr(speeds, "measured_differences", lambda: (encode, decode))
     trained = content(ROOT / f"docs/results/{results}.json")
     parameters = {(one["workload"], one["ranks"], one["link"]): one["parameters"] for one in trained["verdicts"]}
     rows = {(row["workload"], row["ranks"], row["link"], row["variant"]): row for row in trained["rows"]}
@@ -110,7 +111,8 @@ def test_predictions_are_within_20_percent_of_measured_trainings(results: str, m
         if spec is None or workload not in doctor_check.WORKLOADS:
             continue
         plain, coded = (rows[workload, ranks, name, variant] for variant in ("plain", "coded"))
-        profile = LinkProfile.from_json(coder.to_json() | {"transfer": [[1.0, 1e-4], [1e9, 1e-4 + 8e9 / spec.rate]]})
+        transfer = ((1.0, 1e-4), (1e9, 1e-4 + 8e9 / spec.rate))
+        profile = LinkProfile(transfer, encode, decode, decode, decode, decode, 50e-6)
         job = user_job.read(str(EXAMPLES / f"ds_config_{workload}.json"))
         total = job_plan.predict(job, numel, ranks, profile, job_plan.Ratios(1.5, None, ""))[-1]
         assert total["speedup"] == pytest.approx(coded["comm_speedup"], rel=0.2)
@@ -201,13 +203,30 @@ def test_lines_that_pass_and_why(tmp_path: Path) -> None:
     slow = LinkProfile.from_json(FAST.to_json() | dict.fromkeys(("encode", "decode", "add"), 1e7))
     job = user_job.read(written(tmp_path, zipccl={"enabled": True, "delta": "off"}))
     *lines, total = job_plan.predict(job, PARAMS, 2, slow, NORMAL)
-    assert all(row["reason"].startswith(PassReason.PLAIN_IS_FASTER.value) for row in lines)
+    assert all(row["reason"].startswith(PassReason.LINK_IS_FASTER.value) for row in lines)
     assert total["speedup"] == 1
     settled = Settled("cuda", Topology(2, 1), DeviceProfile(1e8), None, "fp32", 0.0)
     for least, reason in ((4_000_000, ""), (4_000_001, PassReason.SMALL.value)):
         on = {"enabled": True, "delta": "off", "nccl": "on", "nccl_min_bytes": least}
         rows = job_plan.predict_on_device(user_job.read(written(tmp_path, zipccl=on)), PARAMS, settled, NORMAL)
         assert [row["reason"] for row in rows] == ["", reason, ""]
+
+
+def test_lines_whose_coding_the_speeds_choose(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Differences count at their measured speed, and exponents take their place where they are faster. Lossy lines do not."""
+    monkeypatch.setattr(speeds, "measured_differences", lambda: (1e8, 1e8))
+    job = user_job.read(written(tmp_path))
+    gradients, parameters, _ = job_plan.predict(job, PARAMS, 2, FAST, NORMAL)
+    assert parameters["choice"] == "exponents" and parameters["ms"] < parameters["plain_ms"] < parameters["coded_ms"]
+    rounded = {"enabled": True, "lossy": True, "roles": {"zero_grad": {"codec": "int", "bits": 8}}}
+    lossy = user_job.read(written(tmp_path, zipccl=rounded))
+    bits = lossy_size(lossy.config.lossy_of("zero_grad"), "bfloat16", 16 / 1.5).bits
+    row = job_plan.predict(lossy, PARAMS, 2, FAST, NORMAL)[0]
+    assert row["ms"] / gradients["ms"] == pytest.approx(bits / (16 / 1.5), rel=0.05)
+    slow = replace(FAST, encode=1e7, decode=1e7, add=1e7)
+    assert job_plan.predict(lossy, PARAMS, 2, slow, NORMAL)[0]["choice"] == "coded"
+    with pytest.raises(ToolError, match=r"without loss it is 5[.]33: take the codec out"):
+        job_plan.predict(lossy, PARAMS, 2, FAST, job_plan.Ratios(3.0, 4.0, ""))
 
 
 def explained(job: user_job.UserJob, **changes: Any) -> str:
@@ -363,7 +382,7 @@ def test_a_training_on_a_shaped_link(tmp_path: Path) -> None:
     """Bits are equal, and both sides see that coding pays. How near they are is for `make doctor-check` on a quiet machine: other tests
     slow a training down."""
     path = tmp_path / "check.json"
-    ended = command(*f"doctor --check zero2 --link 200mbit --steps 4 --skip 1 --json {path}".split())
+    ended = command(*f"bench doctor --workload zero2 --link 200mbit --steps 4 --skip 1 --json {path}".split())
     found = content(path)
     (row,) = found["rows"]
     assert not found["problems"] and min(row["comm"], row["comm_predicted"]) > 1.5, ended.stderr

@@ -13,8 +13,7 @@ from commands import Capture, assert_refused
 from places import ROOT
 
 from ds_zipccl.__main__ import COMMANDS, main
-from ds_zipccl.benchmarks.links import link
-from ds_zipccl.cli import ToolError
+from ds_zipccl.tools import ToolError, link
 
 COUNTS = [
     (f"{option} {number}", f"{number!r} is not a whole number from 1 to ")
@@ -40,33 +39,24 @@ REFUSED: dict[str, list[tuple[str, str]]] = {
         ("--ranks 1", "--ranks must be at least 2"),
         ("--ds-config missing.json", "cannot read the DeepSpeed config of the job missing.json"),
         ("--params -1", "is not a whole number from 1"),
-        ("--check zero2", "--check wants a --link of a given rate"),
-        ("--check zero2 --link 1gbit --steps 3", "need --steps > --skip"),
     ],
     "plan": [
         *COUNTS,
-        ("", "missing: --gpus and --params or --model; or ask for --validate"),
-        ("--gpus 16", "missing: --params or --model;"),
+        ("", "missing: --gpus and --params or --model and --network, such as --network 8x100gbit/node"),
+        ("--gpus 16 --network", "missing: --params or --model"),
         ("--model missing.json --gpus 16", "cannot read the config of the model missing.json"),
         ("--adapter adapter --gpus 16", "--adapter adds to a model: name --model too"),
         ("--params 1e9 --trainable 2e9 --gpus 16", "--trainable is a part of --params or --model"),
         ("--nosuch", "plan: error: unknown: --nosuch; python -m ds_zipccl plan --help lists the options"),
-        ("--params 7e9 --gpus 16 --network 10gbit/gpu --latency 1e12", "at most 1e9"),
-        ("--params 1e9 --gpus 16 --network --gradients round", "NCCL groups pass lossy roles exact"),
-        ("--params 1e9 --gpus 2 --gpus-per-node 1 --link 1gbit,20ms",
-         "--network 1gbit/gpu, or 1gbit/node for all GPUs of a node together; a delay is --latency"),
     ],
-    "plan --params 1e9 --gpus 16 --gpus-per-node 4 --backend gloo --network 10gbit/gpu --live 0": [
+    "plan --params 1e9 --gpus 16 --gpus-per-node 4 --network 10gbit/gpu --live 0": [
         ("--params 0", "70e9"),
         ("--gpus 18", "two nodes"),
         ("--gpus 4", "two nodes"),
-        ("--link 10gbit", "write --backend gloo --network 10gbit/gpu, or 10gbit/node for all GPUs"),
         ("--network 10gbit", "write 10gbit/node for all cards of a node, or 10gbit/gpu"),
-        ("--network 1gbit/gpu 2gbit/gpu", "one --network"),
         ("--trainable 2e9", "--trainable is a part of --params or --model"),
         ("--zero 4", "1, 2, 3"),
         ("--ratio 0", "above 0"),
-        ("--latency -1", "above 0"),
         ("--delta-ratio 0.9", "at least 1"),
         ("--delta-ratio inf", "at least 1"),
         ("--delta-ratio nan", "at least 1"),
@@ -76,22 +66,17 @@ REFUSED: dict[str, list[tuple[str, str]]] = {
         ("--zero3-base host --zero 2", "add --zero 3"),
         ("--zero3-base host --delta off", "--delta auto"),
         ("--dtype e4m3", "float32"),
-        ("--profile /nonexistent", "cannot read"),
-        (f"--profile {ROOT}/docs/results/train.json", "holds no speeds"),
-        (f"--profile {ROOT}/pyproject.toml", "cannot read"),
-        ("--validate --ranks 1", "at least 2"),
-        ("--gpu-profile assumed-1.0", "is for --backend nccl"),
-        ("--tflops 400 --hop 1", "--hop, --tflops: the time of a whole step"),
-        ("--gradients powersgd", "no codec 'powersgd'"),
-        (f"--profile {ROOT}/docs/results/codec.json --ratio 1.5 --gradients zfp:16",
-         "zfp rate 16 takes 16.00 bits per value, without loss it is 10.67: leave --gradients out"),
+        ("--backend gloo", "plan: error: unknown: --backend gloo"),
+        ("--gpu-profile /nonexistent", "cannot read"),
+        (f"--gpu-profile {ROOT}/docs/results/train.json", "holds no speeds"),
+        (f"--gpu-profile {ROOT}/pyproject.toml", "cannot read"),
+        (f"--gpu-profile {ROOT}/docs/results/cuda.json --dtype fp32", "has no row for cascade of normal float32"),
     ],
     "plan --params 7e9 --gpus 32 --gpus-per-node 8 --live 0": [
-        ("", "NCCL groups want --network"),
+        ("", "missing: --network, such as --network 8x100gbit/node"),
         ("--network fast", "'fast' is not a network; write"),
         ("--network 0gbit/node", "is not a network; write"),
         ("--network 10gbit-tcp", "write 10gbit-tcp/node for all cards of a node, or 10gbit-tcp/gpu"),
-        ("--network --profile x", "NCCL groups want --network"),
         ("--network --gpu-profile assumed-2", "cannot read"),
         ("--network --gpus 12", "two nodes"),
         ("--network --expert-parallel 6", "autoep_size is 6, wanted is a divisor of experts and GPUs"),
@@ -100,8 +85,7 @@ REFUSED: dict[str, list[tuple[str, str]]] = {
         ("--network --expert-parallel 8 --tokens 9", "got None and 9; --tokens alone is for experts of --model"),
         ("--network --tflops 0 --tokens 1", "above 0"),
         ("--network --tflops 1 --tokens 1 --overlap 1.5", "--overlap is wanted from 0 to 1"),
-        ("--network --path 0", "--path must be above 0"),
-        ("--network --hop -1", "--hop at least 0"),
+        ("--network --hop -1", "--hop must be at least 0"),
     ],
     "bench codec": [
         ("--numl 64K", "codec: error: unknown: --numl 64K; did you mean --numel?"),
@@ -139,6 +123,10 @@ REFUSED: dict[str, list[tuple[str, str]]] = {
         ("--codec round --peers lz4", "--peers are lossless"),
         ("--codec round --data changed:1%", "add --codec delta"),
         ("--codec round --dtype e4m3 --data normal", "no tensor of a dtype that lossy codecs take"),
+    ],
+    "bench doctor": [
+        ("--link loopback", "--link wants a rate"),
+        ("--link 1gbit --steps 3", "need --steps > --skip"),
     ],
     "bench comm": [("--ranks 1", "at least 2"), ("--op nosuch", "all_gather")],
     "bench train": [

@@ -11,9 +11,10 @@ import pytest
 from commands import outcome
 
 from ds_zipccl.__main__ import main
-from ds_zipccl.cli import ToolError, steps
+from ds_zipccl.cli import steps
 from ds_zipccl.telemetry import counters
 from ds_zipccl.telemetry.step_log import StepLog
+from ds_zipccl.tools import ToolError
 
 DP = {"logical_bytes": 6, "wire_bytes": 2, "passed_bytes": 2, "ratio": 2.0}
 GOOD = {"step": 1, "lr": [0.5], "roles": {"dp": DP}, "differences": {"as differences": 3}}
@@ -98,7 +99,7 @@ def test_plot_of_a_log_without_traffic(tmp_path: Path) -> None:
 
 def test_plot(log: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("matplotlib")
-    from ds_zipccl.benchmarks import plots
+    from ds_zipccl.tools import plots
 
     twice, without = tmp_path / "twice.jsonl", tmp_path / "without.jsonl"
     twice.write_text(2 * log.read_text())

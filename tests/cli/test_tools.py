@@ -18,16 +18,16 @@ from commands import Capture, assert_refused, outcome, python, shannon
 
 from ds_zipccl import codecs, kernels, ops
 from ds_zipccl.__main__ import COMMANDS, main
-from ds_zipccl.benchmarks import data
 from ds_zipccl.benchmarks.codec import trial as codec_trial
 from ds_zipccl.benchmarks.comm import cases
 from ds_zipccl.benchmarks.comm import trial as comm_trial
-from ds_zipccl.benchmarks.exponents import Fields
 from ds_zipccl.cli import report
 from ds_zipccl.comm import shadow_check
 from ds_zipccl.frame import FrameError, FrameErrorCode
 from ds_zipccl.kernels import build
 from ds_zipccl.kernels.cuda import cupy_kernels
+from ds_zipccl.tools import data
+from ds_zipccl.tools.exponents import Fields
 
 CODEC_KEYS = "route codec dtype data numel ratio entropy_ratio encode_gbps decode_gbps memcpy_gbps".split()
 CODEC_KEYS += ["encode_memcpy", "decode_memcpy", "wrong"]

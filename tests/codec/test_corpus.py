@@ -13,7 +13,7 @@ from places import EXAMPLES
 from safetensors.torch import load_file
 
 from ds_zipccl import compress, decompress
-from ds_zipccl.benchmarks.exponents import differing
+from ds_zipccl.tools.exponents import differing
 
 PROGRAM = EXAMPLES / "make_corpus.py"
 # Two layers of width 128, 2048 words, batches of 8 x 32 tokens.

@@ -16,13 +16,13 @@ import torch
 import torch.distributed as dist
 
 from ds_zipccl.benchmarks.comm import cases, launch, variants
-from ds_zipccl.benchmarks.links import link, namespaces
 from ds_zipccl.comm.transport import TRANSPORTS, calibration
 from ds_zipccl.config import ZipcclConfig
-from ds_zipccl.lossy import Int, LossyCodec, Round
+from ds_zipccl.lossy import Int, LossyCodec, Round, TacoFp8, Zfp
 from ds_zipccl.ops import TRAFFIC
 from ds_zipccl.policy import admission, cost_model, trial
-from ds_zipccl.policy.cost_model import VARIANTS, LinkProfile, predict, typical_ratio
+from ds_zipccl.policy.cost_model import VARIANTS, LinkProfile, lossy_size, predict, typical_ratio
+from ds_zipccl.tools import link, namespaces
 
 PIECE_BYTES = 4 << 20
 
@@ -361,3 +361,36 @@ def test_bandwidth_of_a_known_link(rate: str) -> None:
 
 
 test_programs = runner.programs(__name__)
+
+
+# ---- expected sizes of lossy frames
+
+#: Measured on tensors of a GPT of 11M parameters in bfloat16: lossless bits of activations forward and backward and of gradients, and
+#: the bits and the error of each codec.
+LOSSLESS = (10.73, 11.34, 11.04)
+MEASURED: list[tuple[LossyCodec, tuple[float, float, float], float]] = [
+    (Round(5), (8.74, 9.36, 9.05), 0.007),
+    (Round(3), (6.74, 7.36, 7.04), 0.0266),
+    (Round(2), (5.75, 6.37, 6.04), 0.053),
+    (Round(1), (4.76, 5.37, 5.04), 0.104),
+    (TacoFp8(), (6.79, 6.75, 6.76), 0.0265),
+    (TacoFp8(hadamard=False), (6.81, 7.28, 6.98), 0.0267),
+    (Int(8), (8.13, 8.13, 8.13), 0.0065),
+    (Int(6), (6.13, 6.13, 6.13), 0.0266),
+    (Int(4), (4.13, 4.13, 4.13), 0.118),
+]
+
+
+@pytest.mark.parametrize(("codec", "bits", "error"), MEASURED, ids=str)
+def test_expected_sizes_are_the_measured_ones(codec: LossyCodec, bits: tuple[float, ...], error: float) -> None:
+    for lossless, wanted in zip(LOSSLESS, bits, strict=True):
+        found = lossy_size(codec, "bfloat16", lossless)
+        assert found is not None and found.bits == pytest.approx(wanted, rel=0.02)
+        assert found.error == pytest.approx(error, rel=0.06)
+
+
+def test_expected_sizes_of_other_dtypes() -> None:
+    """Rounded values have as many bits in every dtype; nothing is cleared where the mantissa is short."""
+    assert {lossy_size(Round(2), dtype, 3 + bits).bits for dtype, bits in (("float16", 10), ("float32", 23))} == {5}
+    assert lossy_size(Zfp(12), "float32", 26).bits == 12
+    assert lossy_size(Zfp(12), "float32", 26).error == pytest.approx(3.4e-3, rel=0.02)

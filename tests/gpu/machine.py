@@ -43,8 +43,8 @@ def facts() -> dict[str, Callable[[], Any]]:
     import driver
     import torch
 
-    from ds_zipccl.cli import tables
     from ds_zipccl.kernels import build
+    from ds_zipccl.tools import tables
 
     return {
         "device": device,

@@ -54,7 +54,7 @@ def _driver() -> Any:
 
 def _network() -> bool:
     """Make a shaped network of two nodes, and take it away."""
-    from ds_zipccl.benchmarks.links import link, namespaces
+    from ds_zipccl.tools import link, namespaces
 
     spec = link.parse("1gbit")
     assert spec is not None

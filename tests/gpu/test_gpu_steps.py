@@ -23,8 +23,8 @@ from step_runner import FAILED, HUNG, MISSING, NO_TIME, NOT_RUN, PASSED, SLOW, R
 
 from ds_zipccl.__main__ import parse
 from ds_zipccl.benchmarks.codec import floors
-from ds_zipccl.benchmarks.links import namespaces
 from ds_zipccl.integration import autoload
+from ds_zipccl.tools import namespaces
 
 sys.path.insert(0, str(ROOT / "docs"))
 import measured

@@ -22,7 +22,7 @@ import pytest
 import where
 from step_runner import end_tree
 
-from ds_zipccl.benchmarks.links.backends import HOST_ID, SHARED_GPU
+from ds_zipccl.tools.gpus import HOST_ID, SHARED_GPU
 
 PROGRAM = Path(nccl_rank.__file__)
 #: Tried in turn by the probe, behind the same with the Multi-Process Service: further settings, for machines that forbid a part.

@@ -19,8 +19,8 @@ import torch
 from places import ROOT
 
 from ds_zipccl import codecs
-from ds_zipccl.cli.tables import Column, Table, write_json
 from ds_zipccl.kernels import build
+from ds_zipccl.tools.tables import Column, Table, write_json
 
 RESULTS = ROOT / "docs" / "results" / "instructions.json"
 ELEMENTS = 2 * 1024

@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 
-from ds_zipccl.cli import ToolError, files
 from ds_zipccl.cli.planning import operations, speeds
-from ds_zipccl.cli.planning.operations import CODED, COPIED, GRADIENTS, HOW, PLAIN, TOTAL, StepTraffic, role_of
-from ds_zipccl.cli.planning.schedules import Coding, DeviceSchedules, HostSchedules, Row, codings
+from ds_zipccl.cli.planning.operations import CODED, COPIED, EXPONENTS, GRADIENTS, LOSSY, PLAIN, TOTAL, StepTraffic
+from ds_zipccl.cli.planning.schedules import DeviceSchedules, Row
 from ds_zipccl.cli.planning.user_job import UserJob
 from ds_zipccl.integration import bypassed
-from ds_zipccl.policy import admission
+from ds_zipccl.policy import admission, cost_model
 from ds_zipccl.policy.admission import Message, PassReason
-from ds_zipccl.policy.cost_model import DELTA_RATIO, LinkProfile
+from ds_zipccl.policy.cost_model import DELTA_RATIO, LinkProfile, lossy_size
 from ds_zipccl.policy.settled import Settled
+from ds_zipccl.tools import ToolError, files
 
 #: Bytes of a sample that are compressed for its ratio (seed: a tenth of a second).
 SAMPLE_BYTES = 64 << 20
@@ -92,11 +94,9 @@ def predict(
         ToolError: the lossy codec of gradients sends more than no codec.
     """
     args = _options(job, params, ranks, found, trainable)
-    groups = HostSchedules(args, {}, "gloo")
-    lines = groups.lines()
-    wanted = {line.coding for line in lines}
-    groups = replace(groups, codings=codings(args, Coding(profile, found.values), wanted))
-    return _with_total([_chosen(groups, line, job, device) for line in lines])
+    lines = operations.traffic(args)
+    schedules = _HostSchedules(args, _codings(args, profile, found.values, {line.coding for line in lines}))
+    return _with_total([_chosen(schedules, line, job, device) for line in lines])
 
 
 def predict_on_device(
@@ -123,7 +123,7 @@ def predict_on_device(
 def _row(line: StepTraffic, op: str, ms: tuple[float, float, float], choice: str, reason: str) -> dict[str, Any]:
     plain, coded, expected = ms
     times = {"plain_ms": plain, "coded_ms": coded, "ms": expected}
-    row = {"what": line.what, "op": op, "role": role_of(line), **times, "choice": choice, "reason": reason}
+    row = {"what": line.what, "op": op, "role": operations.role_of(line), **times, "choice": choice, "reason": reason}
     return row | {"speedup": plain / expected}
 
 
@@ -136,7 +136,7 @@ def _with_total(planned: list[dict[str, Any]]) -> list[dict[str, Any]]:
 def _options(job: UserJob, params: int, ranks: int, found: Ratios, trainable: int | None) -> argparse.Namespace:
     """Return the options of ``plan`` that stand for a job."""
     here = {"params": params, "trainable": trainable, "gpus": ranks, "gpus_per_node": 1}
-    known = {"delta_ratio": found.differences, "profile": None, "bucket": None, "backend": "gloo"}
+    known = {"delta_ratio": found.differences, "bucket": None, "backend": "gloo"}
     return argparse.Namespace(**here, **known, **job.options())
 
 
@@ -145,25 +145,87 @@ def step_speedup(total: dict[str, Any], computing_ms: float) -> float:
     return float((computing_ms + total["plain_ms"]) / (computing_ms + total["ms"]))
 
 
-def _chosen(groups: HostSchedules, line: StepTraffic, job: UserJob, device: str) -> dict[str, Any]:
-    """The row of a line: its schedules, and the one that admission and the mode of its role choose."""
-    gradients, config, role = line.what == GRADIENTS, job.config, role_of(line)
+# ---- schedules of gloo groups, with one rank of each node --------------------------------------------
+
+
+def _codings(
+    args: argparse.Namespace, profile: LinkProfile, ratio: float, wanted: Collection[str]
+) -> dict[str, tuple[LinkProfile, float]]:
+    """Return the speeds and the ratio of each coding that is ``wanted``, and of exponents. Those with a base are measured here."""
+    found = {EXPONENTS: (profile, ratio)}
+    if LOSSY in wanted:
+        lossless = 8 * operations.ITEMSIZE[args.dtype] / ratio
+        size = lossy_size(args.gradients, args.dtype, lossless)
+        if size is None or size.bits >= lossless:
+            bits = f"{size.bits:.2f} bits per value" if size else "a size that no rule gives"
+            raise ToolError(f"{args.gradients} takes {bits}, without loss it is {lossless:.2f}: take the codec out")
+        found[LOSSY] = profile, ratio * lossless / size.bits
+    if operations.CHANGED in wanted:
+        lacking = speeds.no_differences()
+        speed = (profile.encode, profile.decode) if lacking else speeds.measured_differences()
+        copies = 2 if args.zero == 3 else 0  # ZeRO-1 and ZeRO-2 gather onto the base itself
+        ratio = args.delta_ratio or speeds.delta_ratio(args.dtype)
+        found[operations.CHANGED] = cost_model.against_base(profile, *speed, copies), ratio
+    if COPIED in wanted:  # `copy` is the speed of a copy, `encode` that of a comparison
+        copy, compare = speeds.measured_copies()
+        found[COPIED] = replace(profile, copy=copy, encode=compare), 1.0
+    return found
+
+
+@dataclass(frozen=True)
+class _HostSchedules:
+    """Milliseconds of schedules, by the speeds and ratios of ``codings``."""
+
+    args: argparse.Namespace
+    codings: Mapping[str, tuple[LinkProfile, float]]
+
+    def plain(self, line: StepTraffic) -> float:
+        """Of the operation of the backend."""
+        # Gathers of large frozen weights run side by side; gloo then takes no longer than a ring (measured with LoRA on shaped links).
+        schedule = PLAIN if line.what in operations.FROZEN else "gloo"
+        return line.times * self._once(line, line.op, schedule, EXPONENTS)
+
+    def coded(self, line: StepTraffic, coding: str) -> float:
+        """Of our schedule with a coding."""
+        if coding != COPIED:
+            return line.times * line.slower * self._once(line, line.coded_op or line.op, CODED, coding)
+        # Each gather asks all ranks and compares the own shard.
+        profile, _ = self.codings[COPIED]
+        sizes = operations.operations(self.args, line)
+        nbytes, calls = sum(size * count for size, count in sizes), sum(count for _, count in sizes)
+        copying: float = nbytes / profile.copy + nbytes / self.args.gpus / profile.encode
+        return 1e3 * line.times * (calls * (profile.call + profile.alpha) + copying)
+
+    def _once(self, line: StepTraffic, op: str, schedule: str, coding: str) -> float:
+        profile, ratio = self.codings[coding]
+        predict = partial(cost_model.predict, op, schedule, ranks=self.args.gpus, profile=profile, ratio=ratio)
+        seconds: float = sum(count * predict(size) for size, count in operations.operations(self.args, line))
+        return 1e3 * seconds
+
+
+def _chosen(schedules: _HostSchedules, line: StepTraffic, job: UserJob, device: str) -> dict[str, Any]:
+    """The row of a line: its schedules, and the one that admission and the mode of its role choose; copies and lossy lines by no times."""
+    gradients, config, role = line.what == GRADIENTS, job.config, operations.role_of(line)
+    op = line.coded_op or line.op
     message = Message(
-        op=_OPS[line.coded_op or line.op],
+        op=_OPS[op],
         dtype=getattr(torch, job.dtype),
-        numel=min(round(line.part * groups.args.params), line.bucket),
-        ranks=groups.args.gpus,
+        numel=min(round(line.part * schedules.args.params), line.bucket),
+        ranks=schedules.args.gpus,
         device=device,
         backend="gloo",
         role=role,
         reduce_op="SUM" if gradients else None,
         plain_sums=gradients and config.reduction == "plain",
     )
+    plain, coded = schedules.plain(line), schedules.coded(line, line.coding)
     reason = admission.admit(message, config).reason
-    plain, chosen = groups.chosen(line).values()
-    coded = groups.coded_row(line)
-    choice = {coded["how"]: "coded", PLAIN: PLAIN, HOW[COPIED]: HOW[COPIED]}.get(chosen["how"], "exponents")
-    if choice == PLAIN and not reason:
-        reason = PassReason.LINK_IS_FASTER.value + ", as predicted"
-    choice, expected = (PLAIN, plain["ms"]) if reason else (choice, chosen["ms"])
-    return _row(line, coded["op"], (plain["ms"], coded["ms"], expected), choice, reason)
+    choice, expected = operations.HOW[COPIED] if line.coding == COPIED else "coded", coded
+    if operations.mode_of(schedules.args, line) == "auto" and line.coding not in (COPIED, LOSSY):
+        if (alone := schedules.coded(line, EXPONENTS)) < expected:
+            choice, expected = "exponents", alone
+        if cost_model.WORTH_BELOW * plain < expected and not reason:
+            reason = PassReason.LINK_IS_FASTER.value + ", as predicted"
+    if reason:
+        choice, expected = PLAIN, plain
+    return _row(line, op, (plain, coded, expected), choice, reason)

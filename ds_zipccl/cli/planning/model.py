@@ -13,9 +13,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ds_zipccl.cli import ToolError, tables
 from ds_zipccl.cli.planning.operations import DEFAULTS
 from ds_zipccl.cli.planning.user_job import Reader
+from ds_zipccl.tools import ToolError, tables
 
 FILE, ADAPTER = "config.json", "adapter_config.json"
 #: Limits, for files of strangers: layers of a model, and the time in which a regular expression has to match.

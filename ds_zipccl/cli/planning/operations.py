@@ -59,13 +59,13 @@ class Buckets:
 
 #: Options that the files of a job fill in where the command line does not -> their values without files. ``section``: that of the job.
 DEFAULTS: dict[str, Any] = {"zero": 3, "dtype": "bfloat16", "accumulation": 1, "live": LIVE, "round_robin": False}
-DEFAULTS |= {"expert_parallel": 1, "moe": None}
+DEFAULTS |= {"expert_parallel": 1, "moe": None, "gradients": None, "backend": "nccl"}
 DEFAULTS |= USUAL | {"buckets": Buckets(), "section": ZipcclConfig(enabled=True, nccl="on")}
 
 
 def default_config(args: argparse.Namespace) -> argparse.Namespace:
     """Return ``args`` with the default of every key of the section."""
-    return argparse.Namespace(**vars(args) | USUAL | {"gradients": None, "section": ZipcclConfig(enabled=True)})
+    return argparse.Namespace(**vars(args) | USUAL | {"section": ZipcclConfig(enabled=True)})
 
 
 def role_of(line: StepTraffic) -> str:

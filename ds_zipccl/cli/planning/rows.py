@@ -9,43 +9,40 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-from ds_zipccl.cli import ToolError, tables
 from ds_zipccl.cli.planning.operations import CODED, PLAIN, TOTAL, USUAL, default_config, operations, proposals
-from ds_zipccl.cli.planning.schedules import DeviceSchedules, Row, Schedules, groups
-from ds_zipccl.cli.tables import Column
+from ds_zipccl.cli.planning.schedules import DeviceSchedules, Row, groups
 from ds_zipccl.policy.cost_model import HOP_S, STEP_S
+from ds_zipccl.tools import ToolError, tables
+from ds_zipccl.tools.tables import Column
 
 #: A time that is shorter by less than the first factor is no gain (seed: the error of the model); the second names a further key.
 GAIN, WORTH = 1.02, 1.1
 #: Keys of the rows that the total row adds up.
-SUMMED = ("calls", "wire_gb", "ms", "exponents_ms", "codec_ms")
+SUMMED = ("calls", "ms", "codec_ms")
 
 
-def step(found: Schedules) -> Iterator[dict[str, Any]]:
+def step(found: DeviceSchedules) -> Iterator[dict[str, Any]]:
     """Yield the rows of a step, one for each line and variant, columns as in ``plan --help``. Then totals; the last is that of the job."""
     totals: dict[str, dict[str, Any]] = {}
-    names = {"network": found.network} if isinstance(found, DeviceSchedules) else {}
     for word, group, line in ((word, group, line) for word, group, lines in groups(found) for line in lines):
         calls = line.times * sum(count for _, count in operations(group.args, line))
         chosen = group.chosen(line)
         for variant, times in chosen.items():
             what = (word + line.what).replace("experts, parameters, ", "experts, ")
-            row = names | {"what": what, "op": "", "calls": calls, "variant": variant} | times
+            row = {"network": found.network, "what": what, "op": "", "calls": calls, "variant": variant} | times
             yield row | {"speedup": chosen[PLAIN]["ms"] / row["ms"]}
-            empty = {key: None for key in row if key == "ratio"} | {key: 0 for key in SUMMED if key in row}
-            total = totals.setdefault(variant, row | {"what": TOTAL, "op": "", "how": ""} | empty)
+            empty = {"what": TOTAL, "op": "", "how": ""} | dict.fromkeys(SUMMED, 0)
+            total = totals.setdefault(variant, row | empty)
             for key in SUMMED:
-                if key in row:
-                    total[key] += row[key]
+                total[key] += row[key]
     for total in totals.values():
         yield total | {"speedup": totals[PLAIN]["ms"] / total["ms"]}
 
 
-def answer(where: str, found: Schedules, work: Computing | None = None) -> str:
-    """Return the answer for a user in one sentence. ``where``: the network. By default NCCL's sums stay plain. ``work``: of whole steps."""
-    args, nccl = found.args, found.args.backend == "nccl"
-    kinds = ["enabled", "mode", "roles", "reduction", "min_bytes", "zero3_base_mib"]
-    kinds += ["nccl", "nccl_min_bytes"] if nccl else []
+def answer(found: DeviceSchedules, work: Computing | None = None) -> str:
+    """Return the answer for a user in one sentence. By default NCCL's sums stay plain. ``work``: of whole steps."""
+    args = found.args
+    kinds = ("enabled", "mode", "roles", "reduction", "min_bytes", "zero3_base_mib", "nccl", "nccl_min_bytes")
 
     def takes(ms: float) -> str:
         return f"{ms / 1e3:.3g} s ({plain / ms:.3g} times less)" if plain > GAIN * ms else "as long"
@@ -57,7 +54,7 @@ def answer(where: str, found: Schedules, work: Computing | None = None) -> str:
     ends = [total(args, PLAIN), total(usual := default_config(args))]
     plain, best = (float(row["ms"]) for row in ends)
     parts = [f"plain communication takes {plain / 1e3:.3g} s a step", f"with the default config {takes(best)}"]
-    may = nccl and args.section.nccl == "auto" and args.section.reduction != "match"  # a job refuses match with "on"
+    may = args.section.nccl == "auto" and args.section.reduction != "match"  # a job refuses match with "on"
     proved = replace(args.section, nccl="on") if may else args.section
     proposed = argparse.Namespace(**vars(args) | {"section": proved})
     for options in (args, proposed, *proposals(args), *proposals(proposed)):
@@ -66,7 +63,6 @@ def answer(where: str, found: Schedules, work: Computing | None = None) -> str:
         values |= {key: (getattr(options, key), value) for key, value in USUAL.items()}
         values["round_robin_gradients"] = options.round_robin, args.round_robin
         keys = [f'"{key}": {json.dumps(value)}' for key, (value, other) in values.items() if value != other]
-        keys += [f"gradients by {args.gradients}"] if args.gradients is not None else []
         asked = options is args and (args.ds_config or keys != ['"nccl": "on"'])  # without a file a proposal
         if keys and (asked or best > WORTH * ms):
             parts.append(f"with {' and '.join(keys)} {takes(ms)}")
@@ -74,7 +70,7 @@ def answer(where: str, found: Schedules, work: Computing | None = None) -> str:
     if work is not None:
         plain, best = (row["step_ms"] for row in whole_steps(args, ends, work))
         parts[-1] += f"; a whole step takes {plain / 1e3:.3g} s, with the default config {takes(best)}"
-    return f"answer, {where}: {', '.join(parts)}"
+    return f"answer, {found.network}: {', '.join(parts)}"
 
 
 # ---- whole steps ---------------------------------------------------------------------------------------
@@ -143,11 +139,8 @@ def step_time(computing: float, communication: float, coding: float, overlap: fl
 _STEP_TIMES = tables.alike("ms codec_ms computing_ms step_ms", ".1f", 10)
 _REACHED = (Column("exposed", ".0%"), Column("tflops", ".1f"), Column("step_speedup", ".2f"))
 WHOLE_COLUMNS = (Column("network", width=17), Column("variant", width=7), *_STEP_TIMES, *_REACHED)
-#: Option of ``plan`` on NCCL groups -> its type, its default, its placeholder and its meaning.
+#: Option of ``plan`` for whole steps -> its type, its default, its placeholder and its meaning.
 OPTIONS: dict[str, tuple[Any, Any, str, str]] = {
-    "path": (
-        float, math.inf, "GBPS", "1e9 bytes per second between network cards and GPUs of a node, which bytes pass in turn (no limit)"
-    ),
     "hop": (
         float, None, "US", f"microseconds that a collective takes more for every further node ({1e6 * HOP_S:g}, and {1e6 * STEP_S:g} for "
         "every further GPU of a node)"
@@ -163,15 +156,7 @@ OPTIONS: dict[str, tuple[Any, Any, str, str]] = {
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of ``plan`` for whole steps."""
     for name, (kind, default, metavar, about) in OPTIONS.items():
-        described = f"with --backend nccl: {about}"
-        parser.add_argument(f"--{name}", type=kind, default=default, metavar=metavar, help=described)
-
-
-def refuse(args: argparse.Namespace) -> None:
-    """Refuse the options of whole steps."""
-    given = [f"--{name}" for name, (_, default, *_) in OPTIONS.items() if getattr(args, name) != default]
-    if given := [option for option in given if option != "--tokens" or args.moe is None]:
-        raise ToolError(f"{', '.join(given)}: the time of a whole step is planned for NCCL groups alone")
+        parser.add_argument(f"--{name}", type=kind, default=default, metavar=metavar, help=about)
 
 
 def computing(args: argparse.Namespace) -> Computing | None:
@@ -180,8 +165,8 @@ def computing(args: argparse.Namespace) -> Computing | None:
     Raises:
         ToolError: an option is out of range, or lacks another option.
     """
-    if not args.path > 0 or not 0 <= (args.hop or 0) < math.inf:
-        raise ToolError(f"--path must be above 0 and --hop at least 0, got {args.path:g} and {args.hop or 0:g}")
+    if not 0 <= (args.hop or 0) < math.inf:
+        raise ToolError(f"--hop must be at least 0, got {args.hop:g}")
     if not 0 <= args.overlap <= 1:
         raise ToolError(f"--overlap is wanted from 0 to 1, got {args.overlap:g}")
     if args.tflops is None and (args.tokens is None or args.moe) and args.plot is None:

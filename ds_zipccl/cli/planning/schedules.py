@@ -1,157 +1,23 @@
-"""The schedules that an operation of a step may take, and their milliseconds: on gloo groups by the speeds of hosts, on NCCL groups by
-those of devices. Both tables list the plain schedule first and name the one that a job chooses "coded"."""
+"""The schedules that an operation of a step may take on NCCL groups, and their milliseconds. A table lists the plain schedule first, and
+names the one that a job chooses "coded"."""
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any
 
-from ds_zipccl.cli import ToolError
 from ds_zipccl.cli.planning import operations as step
 from ds_zipccl.cli.planning import speeds
-from ds_zipccl.cli.planning.operations import CHANGED, CODED, COPIED, EXPONENTS, LOSSY, PLAIN, StepTraffic
-from ds_zipccl.cli.planning.speeds import DeviceCodec, Network, behind
-from ds_zipccl.ops import TRAFFIC
+from ds_zipccl.cli.planning.operations import CHANGED, CODED, COPIED, EXPONENTS, PLAIN, StepTraffic
+from ds_zipccl.cli.planning.speeds import DeviceCodec, Network
 from ds_zipccl.policy import base_copies, cost_model
-from ds_zipccl.policy.cost_model import ALL_TO_ALL, GATHER, SUM, DeviceProfile, LinkProfile, Topology, lossy_size
+from ds_zipccl.policy.cost_model import ALL_TO_ALL, GATHER, SUM, DeviceProfile, Topology
 
 Row = dict[str, Any]
 
-
-# ---- hosts, gloo -------------------------------------------------------------------------------------
-
-
-class Coding(NamedTuple):
-    """Speeds of codec and link, and the ratio."""
-
-    profile: LinkProfile
-    ratio: float
-
-
-def codings(args: argparse.Namespace, exponents: Coding, wanted: Iterable[str]) -> dict[str, Coding]:
-    """Return the codings of the names ``wanted`` and of exponents. Speeds are measured, or with ``--profile`` those of the profile.
-
-    Raises:
-        ToolError: the lossy codec of gradients sends more than no codec.
-    """
-    found, profile = {EXPONENTS: exponents}, exponents.profile
-    for name in wanted:
-        if name == LOSSY:
-            found[name] = Coding(profile, 8 * step.ITEMSIZE[args.dtype] / _lossy_bits(args, exponents)[0])
-        elif name == CHANGED:
-            unknown = args.profile or speeds.no_differences()
-            speed = (profile.encode, profile.decode) if unknown else speeds.measured_differences()
-            copies = 2 if args.zero == 3 else 0  # ZeRO-1 and ZeRO-2 gather onto the base itself
-            ratio = args.delta_ratio or speeds.delta_ratio(args.dtype)
-            found[name] = Coding(cost_model.against_base(profile, *speed, copies), ratio)
-        elif name == COPIED:  # `copy` is the speed of a copy, `encode` that of a comparison
-            copy, compare = (profile.copy, profile.encode) if args.profile else speeds.measured_copies()
-            found[name] = Coding(replace(profile, copy=copy, encode=compare), 1.0)
-    return found
-
-
-def about_lossy(args: argparse.Namespace, exponents: Coding) -> str:
-    """Return a line about the codec of gradients that ``args`` name."""
-    bits, error, lossless = _lossy_bits(args, exponents)
-    sizes = f"{bits:.2f} bits per value instead of {lossless:.2f}"
-    return f"{args.gradients}: {sizes}, relative L2 error {error:.3g} per rounding; as fast as exponents"
-
-
-def _lossy_bits(args: argparse.Namespace, exponents: Coding) -> tuple[float, float, float]:
-    """Bits per value and relative error of lossy gradients, and the bits without loss."""
-    lossless = 8 * step.ITEMSIZE[args.dtype] / exponents.ratio
-    found = lossy_size(args.gradients, args.dtype, lossless)
-    if found is None or found.bits >= lossless:
-        bits = f"{found.bits:.2f} bits per value" if found else "a size that no rule gives"
-        raise ToolError(f"{args.gradients} takes {bits}, without loss it is {lossless:.2f}: leave --gradients out")
-    return found.bits, found.error, lossless
-
-
-@dataclass(frozen=True)
-class HostSchedules:
-    """Schedules on gloo groups. ``plain``: that of torch, one of :data:`ds_zipccl.policy.cost_model.VARIANTS`."""
-
-    args: argparse.Namespace
-    codings: dict[str, Coding]
-    plain: str = PLAIN
-
-    def lines(self) -> list[StepTraffic]:
-        return step.traffic(self.args)
-
-    def chosen(self, line: StepTraffic) -> dict[str, Row]:
-        """As the mode of the line chooses, "auto" the fastest; ``how`` names it. Copies and lossy lines are not chosen by times."""
-        plain, coded, mode = self.plain_row(line), self.coded_row(line), step.mode_of(self.args, line)
-        timed = mode == "auto" and line.coding not in (COPIED, LOSSY)
-        if timed and coded["exponents_ms"] < coded["ms"]:
-            coded |= {"how": CODED, "ms": coded["exponents_ms"]}
-        never = mode == "never" or (line.what == step.GRADIENTS and self.args.section.reduction == "plain")
-        if never or (timed and plain["ms"] < coded["ms"]):
-            coded |= {key: plain[key] for key in ("op", "how", "ratio", "wire_gb", "ms")}
-        return {PLAIN: plain, CODED: coded}
-
-    def plain_row(self, line: StepTraffic) -> Row:
-        """The schedule of torch."""
-        # Gathers of large frozen weights run side by side; gloo then takes no longer than a ring (measured with LoRA on shaped links).
-        schedule = PLAIN if line.what in step.FROZEN else self.plain
-        coding = Coding(self.codings[EXPONENTS].profile, 1.0)
-        ms = line.times * self._ms(line, line.op, schedule, coding)
-        return self._row(line, line.op, PLAIN, 1.0, self._sent(line, line.op, PLAIN), ms, ms)
-
-    def coded_row(self, line: StepTraffic) -> Row:
-        """Our schedule with the coding of the line; ``exponents_ms``: without a base and without loss."""
-        op, coding = line.coded_op or line.op, self.codings[line.coding]
-        times = line.times * line.slower
-        if line.coding == COPIED:
-            exponents_ms = times * self._ms(line, op, CODED, coding)
-            return self._row(line, op, step.HOW[COPIED], None, 0.0, self._copies_ms(line, coding.profile), exponents_ms)
-        ms, exponents_ms = (times * self._ms(line, op, CODED, one) for one in (coding, self.codings[EXPONENTS]))
-        sent = self._sent(line, op, CODED) / coding.ratio
-        return self._row(line, op, step.HOW[line.coding], coding.ratio, sent, ms, exponents_ms)
-
-    def _row(
-        self, line: StepTraffic, op: str, how: str, ratio: float | None, sent: float, ms: float, exponents_ms: float
-    ) -> Row:
-        wire_gb = line.times * sent * self._nbytes(line) / 1e9
-        return {"op": op, "how": how, "ratio": ratio, "wire_gb": wire_gb, "ms": ms, "exponents_ms": exponents_ms}
-
-    def _nbytes(self, line: StepTraffic) -> int:
-        return sum(size * count for size, count in step.operations(self.args, line))
-
-    def _ranks(self, op: str, schedule: str) -> tuple[int, float, float]:
-        """The ranks that share a part of the tensor, this part, and the part of the sent bytes that leaves the node. Plain operations and
-        coded gathers go by nodes, the GPUs with the same place in all nodes together; our sums, with the bits of gloo's, and exchanges from
-        each GPU to each other one."""
-        gpus, per_node = self.args.gpus, self.args.gpus_per_node
-        if op == "all_to_all" or (schedule == CODED and TRAFFIC[op].sums):
-            return gpus, 1.0, (gpus - per_node) / (gpus - 1)
-        return gpus // per_node, 1 / per_node, 1.0
-
-    def _sent(self, line: StepTraffic, op: str, schedule: str) -> float:
-        """The part of the tensor that a rank sends between nodes."""
-        ranks, part, crossing = self._ranks(op, schedule)
-        return TRAFFIC[op].plain(ranks) * crossing * part
-
-    def _ms(self, line: StepTraffic, op: str, schedule: str, coding: Coding) -> float:
-        """Milliseconds of the operations of a line, once; only the bytes that leave the node use the link, the rest is free."""
-        ranks, part, crossing = self._ranks(op, schedule)
-        points = tuple((size / crossing, seconds) for size, seconds in coding.profile.transfer)
-        profile = replace(coding.profile, transfer=points)
-        predict, sizes = cost_model.predict, step.operations(self.args, line)
-        return 1e3 * sum(n * predict(op, schedule, size * part, ranks, profile, coding.ratio) for size, n in sizes)
-
-    def _copies_ms(self, line: StepTraffic, profile: LinkProfile) -> float:
-        """Milliseconds of gathers that copy a base: each compares the own shard, and asks all ranks."""
-        nbytes, calls = self._nbytes(line), line.times * sum(count for _, count in step.operations(self.args, line))
-        shard: float = nbytes / self.args.gpus
-        return 1e3 * (
-            calls * (profile.call + profile.alpha) + line.times * (nbytes / profile.copy + shard / profile.encode)
-        )
-
-
-# ---- devices, NCCL -----------------------------------------------------------------------------------
 
 #: Bytes per second that the hashes of a base read (seed: each word once, at the speed of an H100's memory).
 HASH = 4e12
@@ -178,8 +44,8 @@ class DeviceSchedules:
 
     @classmethod
     def modelled(cls, args: argparse.Namespace, network: Network, codec: DeviceCodec) -> DeviceSchedules:
-        """Return the schedules on a network, whose bytes also pass ``args.path``."""
-        speed = behind(network.reach * network.of_node(args.gpus_per_node), 1e9 * args.path)
+        """Return the schedules on a network."""
+        speed = network.reach * network.of_node(args.gpus_per_node)
         delays = {} if args.hop is None else {"hop": args.hop / 1e6, "step": 0.0}
         return cls(args, DeviceProfile(speed, encode=codec.encode, decode=codec.decode, **delays), network.text)
 
@@ -307,10 +173,8 @@ class DeviceSchedules:
 
 # ---- mixtures of experts -----------------------------------------------------------------------------
 
-Schedules = HostSchedules | DeviceSchedules
 
-
-def groups(found: Schedules) -> Iterator[tuple[str, Schedules, list[StepTraffic]]]:
+def groups(found: DeviceSchedules) -> Iterator[tuple[str, DeviceSchedules, list[StepTraffic]]]:
     """Yield the lines of a step with their schedules, and the word for their parameters. ``found``: those among all ranks.
 
     ``args.expert_parallel`` ranks, one after the other as DeepSpeed orders them, share the experts of ``args.moe`` out and exchange tokens.
@@ -324,12 +188,10 @@ def groups(found: Schedules) -> Iterator[tuple[str, Schedules, list[StepTraffic]
     others = args.params - moe.routed
     trained = args.trainable and min(args.trainable, others)  # LoRA adapts no experts
 
-    def among(params: int, trainable: float | None, gpus: int, per_node: int, **more: Any) -> Schedules:
+    def among(params: int, trainable: float | None, gpus: int, per_node: int, **more: Any) -> DeviceSchedules:
         live = round(args.live * params / (others + own))  # DeepSpeed counts all parameters that are gathered
         more |= {"params": params, "trainable": trainable, "live": live, "gpus": gpus, "gpus_per_node": per_node}
         options = argparse.Namespace(**vars(args) | more)
-        if isinstance(found, HostSchedules):
-            return replace(found, args=options)  # the speeds are of a GPU
         speed = found.profile.network * per_node / each  # the other ranks of a node do the same in other groups
         return replace(found, args=options, profile=replace(found.profile, network=speed))
 
@@ -339,8 +201,7 @@ def groups(found: Schedules) -> Iterator[tuple[str, Schedules, list[StepTraffic]
         left = trained and (args.trainable - trained) / shared
         same = among(own, left, args.gpus // shared, max(1, each // shared))
         yield "experts, ", same, same.lines()
-    # Tokens to the experts and back, and their gradients. Inside nodes hosts exchange for free.
-    if args.tokens and (shared > each or isinstance(found, DeviceSchedules)):
+    if args.tokens:  # to the experts and back, and their gradients
         tokens = args.tokens * moe.experts[1] * moe.hidden
         layers = among(4 * len(moe.sparse) * tokens, None, shared, min(shared, each), bucket=None)
         yield "", layers, [StepTraffic(step.EXCHANGES, "all_to_all", tokens, args.accumulation)]

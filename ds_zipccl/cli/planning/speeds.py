@@ -1,4 +1,4 @@
-"""The speeds that ``plan`` reckons with: of networks as the user names them, and of codecs from a file, assumed, or measured here."""
+"""Speeds of networks as the user names them, of codecs of GPUs from a file or assumed, and of the codec of this CPU, measured."""
 
 from __future__ import annotations
 
@@ -6,23 +6,18 @@ import argparse
 import re
 from collections.abc import Mapping
 from contextlib import nullcontext, suppress
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-from ds_zipccl.benchmarks import data
-from ds_zipccl.cli import ToolError, tables
 from ds_zipccl.policy import cost_model
-from ds_zipccl.policy.cost_model import DELTA_RATIO, LinkProfile
+from ds_zipccl.policy.cost_model import DELTA_RATIO
+from ds_zipccl.tools import ToolError, data, tables
 
 if TYPE_CHECKING:
     import torch
 
-Points = tuple[tuple[float, float], ...]
 #: The rows of ``bench codec`` that count. Rows of CUDA name no data, because their data are normal.
 CODEC, DATA = "cascade", "normal"
-#: Seconds that an operation of any size costs, if the file has no such figure (seed: launches from Python).
-CALL_S = 50e-6
 _NUMEL = 1 << 20  # elements of the tensor whose ratio is measured
 #: Deviation of a step / deviation of the weights (seed: bf16 then shrinks by DELTA_RATIO, as measured in trainings).
 _STEP = 0.008
@@ -37,64 +32,6 @@ _BYTES = {"mbit": 1e6 / 8, "gbit": 1e9 / 8}
 ASSUMED = {"assumed-0.5": 0.5e12, "assumed-1.0": cost_model.CODEC, "assumed-1.5": 1.5e12}
 #: Measured figures of a checkout; they take the place of assumed ones.
 MEASURED = Path(__file__).parents[3] / "docs" / "results" / "cuda.json"
-
-
-@dataclass(frozen=True)
-class Speeds:
-    """``link``: whether ``profile.transfer`` means anything. ``about``: source of the figures, for the user."""
-
-    profile: LinkProfile
-    ratio: float
-    about: str
-    link: bool
-
-
-def read(path: str, dtype: str) -> Speeds:
-    """Speeds from a file: a profile, or a file of ``plan --validate --json`` or ``bench codec --json``.
-
-    Raises:
-        ToolError: the file cannot be read, is none of these, or has no row for the dtype (torch name).
-    """
-    profile = content = tables.read_json(path)
-    if "profiles" in content:
-        profiles = content["profiles"]
-        if len(profiles) != 1:
-            raise ToolError(f"{path} holds {len(profiles)} profiles, wanted is one: of one --link and one --ranks")
-        profile = profiles[0]["profile"]
-    try:
-        if not {"profiles", "transfer"} & content.keys():
-            return _from_rows(content.get("rows"), path, dtype)
-        about = f"profile in {path}; ratio of {DATA} {dtype}"
-        return Speeds(LinkProfile.from_json(profile), normal_ratio(dtype), about, link=True)
-    except ValueError as error:
-        raise ToolError(f"{path}: {error}") from error
-
-
-def _from_rows(rows: Any, path: str, dtype: str) -> Speeds:
-    """Speeds of the row for cascade and normal data; of several sizes the largest."""
-    keys = {"codec", "dtype", "route", "ratio", "encode_gbps", "decode_gbps"}
-    if not isinstance(rows, list) or not all(isinstance(row, Mapping) and keys <= set(row) for row in rows):
-        wanted = "wanted is a profile, or a file of plan --validate --json or bench codec --json"
-        raise ToolError(f"{path} holds no speeds; {wanted}")
-    fit = [row for row in rows if (row["codec"], row["dtype"], row.get("data", DATA)) == (CODEC, dtype, DATA)]
-    if not fit:
-        raise ToolError(f"{path} has no row for {CODEC} of {DATA} {dtype}: bench codec --data {DATA} --json FILE")
-    row = max(fit, key=lambda row: row.get("mib", row.get("numel", 0)))
-    encode, decode = row["encode_gbps"] * 1e9, row["decode_gbps"] * 1e9
-    # plan has no raw frames, and no row measures adding: decode stands in for both.
-    profile = LinkProfile(((1.0, 1.0),), encode, decode, decode, decode, decode, CALL_S)
-    size = f"{row['mib']} MiB" if "mib" in row else f"{row['numel']:,} elements"
-    about = f"{path}: {CODEC}, {DATA} {dtype}, {size}, route {row['route']}; ratio from the same row; adds as fast as it decodes"
-    return Speeds(profile, row["ratio"], about, link=False)
-
-
-def measured(dtype: str) -> Speeds:
-    """Speeds of one thread of this machine; takes about 0.2 s, and longer if the kernels are not built yet."""
-    from ds_zipccl.comm.transport import calibration
-
-    profile = calibration.coding_profile(((1.0, 1.0),), calibration.coding_seconds())
-    about = f"this machine's CPU, one thread, {DATA} bfloat16, measured now (--profile FILE for others); ratio of {DATA} {dtype}"
-    return Speeds(profile, normal_ratio(dtype), about, link=False)
 
 
 def no_differences() -> str:
@@ -166,11 +103,6 @@ class Network(NamedTuple):
         """Bytes per second each way of a node."""
         return self.rate * (gpus_per_node if self.whose == "gpu" else 1)
 
-    def points(self, gpus_per_node: int, latency: float) -> Points:
-        """Seconds of a message of one GPU, which shares its node's network cards, by its bytes; ``latency``: of a small one."""
-        rate = self.of_node(gpus_per_node) / gpus_per_node
-        return tuple((size, latency + size / rate) for size in (1.0, 1e9))
-
 
 class DeviceCodec(NamedTuple):
     """Bytes of words per second of one GPU, and their source for the user."""
@@ -205,15 +137,22 @@ def device_codec(name: str | None, dtype: str) -> DeviceCodec:
     """
     found = None
     with nullcontext() if name else suppress(ToolError):
-        found = None if name in ASSUMED else read(name or str(MEASURED), dtype).profile
+        found = None if name in ASSUMED else _read(name or str(MEASURED), dtype)
     if found is None:
         speed = ASSUMED[name or "assumed-1.0"]
         return DeviceCodec(speed, speed, f"{speed / 1e12:.1f} TB/s, assumed")
-    about = f"encode {found.encode / 1e12:.2f}, decode {found.decode / 1e12:.2f} TB/s, measured in {name or MEASURED}"
-    return DeviceCodec(found.encode, found.decode, about)
+    encode, decode = found
+    about = f"encode {encode / 1e12:.2f}, decode {decode / 1e12:.2f} TB/s, measured in {name or MEASURED}"
+    return DeviceCodec(encode, decode, about)
 
 
-def behind(network: float, path: float) -> float:
-    """Return the bytes per second of a node whose bytes pass ``network``, then ``path`` between the network cards and the GPUs, never both
-    at once. An infinite ``path`` costs nothing."""
-    return 1 / (1 / network + 1 / path)
+def _read(path: str, dtype: str) -> tuple[float, float]:
+    """Bytes of words per second of encoding and of decoding, of the row for cascade and normal data; of several sizes the largest."""
+    rows, keys = tables.read_json(path).get("rows"), {"codec", "dtype", "encode_gbps", "decode_gbps"}
+    if not isinstance(rows, list) or not all(isinstance(row, Mapping) and keys <= set(row) for row in rows):
+        raise ToolError(f"{path} holds no speeds; wanted is a file of bench codec --device cuda --json")
+    fit = [row for row in rows if (row["codec"], row["dtype"], row.get("data", DATA)) == (CODEC, dtype, DATA)]
+    if not fit:
+        raise ToolError(f"{path} has no row for {CODEC} of {DATA} {dtype}: bench codec --device cuda --json FILE")
+    row = max(fit, key=lambda row: row.get("mib", row.get("numel", 0)))
+    return row["encode_gbps"] * 1e9, row["decode_gbps"] * 1e9

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from ds_zipccl.cli import ToolError, tables
 from ds_zipccl.cli.planning.operations import BUCKET, LIVE, PREFETCH, SWITCHES, Buckets
 from ds_zipccl.config import SECTION, ConfigError, ZipcclConfig, environment_section, near_misses, parse_section
+from ds_zipccl.tools import ToolError, tables
 
 #: DeepSpeed's word for a value that its caller fills in.
 AUTO = "auto"

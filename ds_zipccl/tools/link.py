@@ -1,6 +1,6 @@
 """``--link`` and ``--nodes``: options that describe a slow network between the nodes of a benchmark.
 
-:mod:`ds_zipccl.benchmarks.links.namespaces` makes the network.
+:mod:`ds_zipccl.tools.namespaces` makes the network.
 """
 
 from __future__ import annotations
@@ -10,12 +10,9 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ds_zipccl.cli import ToolError
+from ds_zipccl.tools import ToolError
 
 LOOPBACK = "loopback"
-#: The backend of :mod:`ds_zipccl.benchmarks.links.slots`, and variables of its ranks: the number of the node; the file
-#: to which rank 0 writes :attr:`Transport.between` at the end.
-SLOTS, NODE, COUNTED = "slots", "DS_ZIPCCL_SLOTS_NODE", "DS_ZIPCCL_SLOTS_COUNTED"
 MIN_RATE = 1e5  # bits per second
 MAX_DELAY_US = 2_000_000
 MAX_LOSS = 20.0  # percent

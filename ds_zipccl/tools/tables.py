@@ -18,8 +18,8 @@ from typing import Any, TypeVar
 from tqdm import tqdm
 
 import ds_zipccl
-from ds_zipccl.cli import ToolError
 from ds_zipccl.telemetry.counters import ratio_text
+from ds_zipccl.tools import ToolError
 
 T = TypeVar("T")
 

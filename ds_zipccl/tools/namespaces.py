@@ -23,8 +23,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
-from ds_zipccl.benchmarks.links.link import LinkSpec, check
-from ds_zipccl.cli import ToolError
+from ds_zipccl.tools import ToolError
+from ds_zipccl.tools.link import LinkSpec, check
 
 T = TypeVar("T")
 

@@ -1,4 +1,4 @@
-"""Plots of ``analyze``, ``plan``, ``steps`` and ``bench train``: the PNG files of ``--plot``."""
+"""Plots of ``analyze``, ``plan`` and ``steps``: the PNG files of ``--plot``."""
 
 from __future__ import annotations
 
@@ -10,10 +10,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from ds_zipccl.benchmarks.comm import variants
-from ds_zipccl.benchmarks.exponents import MODES, Fields, block_tables, exponent_blocks
-from ds_zipccl.cli import ToolError
 from ds_zipccl.kernels.numba.layout import ABOVE, CASCADE, CODE_OF_K, SPARSE, TIER1_BITS, TIERS, WIDE
+from ds_zipccl.tools import ToolError
+from ds_zipccl.tools.exponents import MODES, Fields, block_tables, exponent_blocks
 
 try:
     import matplotlib
@@ -26,14 +25,14 @@ except ImportError as error:
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-    from ds_zipccl.cli.step_logs import Step
+    from ds_zipccl.tools.step_logs import Step
 
 Rows = Sequence[Mapping[str, Any]]
 _GREY, _GRID, _RED = "#7b8794", "#e4e7eb", "#c44e52"
 
 
 @contextmanager
-def _drawn(
+def drawn(
     path: str, panels: tuple[int, int], size: tuple[float, float], headroom: float = 0.0, **more: Any
 ) -> Iterator[Any]:
     """Give a figure and the axes of its panels, and write it to ``path``. ``headroom``: inches above the panels.
@@ -100,7 +99,7 @@ class Histograms:
         if not self._found:
             raise ToolError("nothing to plot: no tensor of a coded dtype")
         size = (13, 0.6 + 4.6 * len(self._found))
-        with _drawn(path, (len(self._found), 2), size) as (figure, axes):
+        with drawn(path, (len(self._found), 2), size) as (figure, axes):
             for (dtype, counts), (left, right) in zip(self._found.items(), axes, strict=True):
                 _draw_fields(left, dtype, counts)
                 _draw_aligned(right, counts, self._block)
@@ -181,7 +180,7 @@ def scaling(path: str, rows: Rows) -> None:
         ToolError: the file cannot be written.
     """
     counts = sorted({row["gpus"] for row in rows})
-    with _drawn(path, (1, 1), (9.0, 5.0)) as (_, ((axes,),)):
+    with drawn(path, (1, 1), (9.0, 5.0)) as (_, ((axes,),)):
         for index, network in enumerate(dict.fromkeys(row["network"] for row in rows)):
             for variant, style in (("plain", "-"), ("coded", "--")):
                 line = [row for row in rows if (row["network"], row["variant"]) == (network, variant)]
@@ -212,7 +211,7 @@ def ratios(path: str, logs: Mapping[str, Sequence[Step]]) -> None:
     """
     roles = sorted({role for steps in logs.values() for step in steps for role in step.parts()})
     colours = {role: f"C{index}" for index, role in enumerate(roles)}
-    with _drawn(path, (len(logs), 1), (9.0, 0.4 + 3.2 * len(logs)), sharey=True) as (_, axes):
+    with drawn(path, (len(logs), 1), (9.0, 0.4 + 3.2 * len(logs)), sharey=True) as (_, axes):
         for panel, (name, steps) in zip(axes.flat, logs.items()):
             _draw_log(panel, steps, colours)
             panel.set_title(name, fontsize=11, loc="left", fontweight="bold")
@@ -258,66 +257,3 @@ def _line(steps: Sequence[Step], values: Sequence[float]) -> tuple[list[float], 
         up.append(value)
         before = step.step
     return across, up
-
-
-# ---- bench train: the parts of a step's time, computing and waiting for communication ----------------------
-
-_COMPUTE, _COMMUNICATION = "#b9c2cc", "#1f5a99"
-_NARROW = 0.06  # part of the longest bar below which a number does not fit
-
-
-def trainings(path: str, rows: Rows) -> None:
-    """Write the PNG file ``path``: a panel per workload and ranks, a group of bars per link, a bar per variant.
-
-    Args:
-        rows: rows of ``bench train``, at least one.
-
-    Raises:
-        ToolError: the file cannot be written.
-    """
-    panels: dict[str, dict[str, list[Mapping[str, Any]]]] = {}
-    for row in rows:
-        links = panels.setdefault(f"{row['workload']}, {row['ranks']} ranks", {})
-        nodes = f", {row['nodes']} nodes" if 1 < row["nodes"] < row["ranks"] else ""
-        links.setdefault(row["link"] + nodes, []).append(row)
-    columns = min(2, len(panels))
-    lines = -(-len(panels) // columns)
-    bars = max(sum(1 + len(group) for group in links.values()) for links in panels.values())
-    size = (7.5 * columns, 0.6 + lines * (1.1 + 0.27 * bars))
-    with _drawn(path, (lines, columns), size, headroom=0.35) as (figure, axes):
-        for spare in axes.flat[len(panels) :]:
-            spare.remove()
-        for panel, (title, links) in zip(axes.flat, panels.items()):
-            _draw_training(panel, links)
-            panel.set_title(title, fontsize=11, loc="left", fontweight="bold")
-        handles, labels = axes.flat[0].get_legend_handles_labels()
-        figure.legend(handles, labels, loc="upper right", ncols=2, fontsize=9, frameon=False)
-
-
-def _draw_training(axes: Axes, links: Mapping[str, Rows]) -> None:
-    """Draw one panel: below the name of each link its variants."""
-    names, bars = [], []
-    for link, group in links.items():
-        names += [link, *(variants.find(row["variant"]).label for row in group)]
-        bars += [None, *group]
-    places = [(place, row) for place, row in enumerate(bars) if row]
-    longest = max(row["step_ms"] for _, row in places)
-    left = [0.0] * len(places)
-    for label, colour, ink in (("computing", _COMPUTE, "black"), ("communication", _COMMUNICATION, "white")):
-        widths = [row["comm_ms"] if colour is _COMMUNICATION else row["step_ms"] - row["comm_ms"] for _, row in places]
-        drawn = axes.barh([place for place, _ in places], widths, left=left, height=0.8, color=colour, label=label)
-        inside = [f"{width:.0f}" if width > _NARROW * longest else "" for width in widths]
-        axes.bar_label(drawn, inside, label_type="center", color=ink, fontsize=8)
-        left = [start + width for start, width in zip(left, widths)]
-    for place, row in places:
-        gain = f" · {row['speedup']:.2f}x, communication {row['comm_speedup']:.2f}x"
-        text = f"{row['step_ms']:.0f} ms{'' if row['variant'] == 'plain' else gain}"
-        axes.text(row["step_ms"] + 0.01 * longest, place, text, va="center", fontsize=8)
-    axes.set_yticks(range(len(names)), names, fontsize=9)
-    for tick, bar in zip(axes.get_yticklabels(), bars):
-        tick.set_fontweight("normal" if bar else "bold")
-    axes.tick_params(axis="y", length=0)
-    axes.set_xlim(0, 1.6 * longest)  # room for the text after a bar
-    axes.set_ylim(len(names) - 0.4, -0.6)
-    axes.set_xlabel("median step (ms); 1.50x: DeepSpeed takes 1.5 times as long", fontsize=9)
-    axes.spines[["top", "right"]].set_visible(False)

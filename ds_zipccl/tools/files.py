@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from ds_zipccl.cli import ToolError
+from ds_zipccl.tools import ToolError
 
 #: Reads one tensor; a file may be larger than the memory.
 Loader = Callable[[], torch.Tensor]

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from ds_zipccl.cli import ToolError
 from ds_zipccl.telemetry import counters
+from ds_zipccl.tools import ToolError
 
 #: Role of the exchanges that have kinds.
 EXPERTS = "ep"

@@ -1,1 +1,0 @@
-"""``make simai``: the model of ``plan``, compared with a cluster simulator."""
