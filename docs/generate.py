@@ -238,7 +238,7 @@ stateDiagram-v2
     Trial: Trial<br>{trial.TRIAL_WINDOWS} windows for each schedule
     Follow --> Probe
     Probe --> Follow: the choice is ahead,<br>or one is {trial.CLEARLY_SLOWER} times as fast
-    Probe --> Trial: the first one, or the other is ahead
+    Probe --> Trial: the other is ahead
     Trial --> Follow: all ranks switch at one step
 ```"""
 

@@ -13,7 +13,7 @@ from ds_zipccl.policy.admission import PassReason
 from ds_zipccl.telemetry import counters
 
 #: Steps of other engines after which these count, not the steps of the first engine (seed: that engine has ended).
-_OTHER_STEPS = 64
+OTHER_STEPS = 64
 _WHAT = "whole steps"
 
 
@@ -56,7 +56,7 @@ class Steps:
         """
         if self._engine is None or self._engine() is not engine:
             self._others += 1
-            if self._engine is not None and self._others < _OTHER_STEPS:
+            if self._engine is not None and self._others < OTHER_STEPS:
                 return
             self._engine, self._last = ref(engine), None
         self._others = 0

@@ -48,7 +48,7 @@ def turns(candidates: Sequence[_T], rounds: int) -> list[_T]:
 #: Steps before the first trial (seed: allocators, compilers and caches settle).
 WARMUP_STEPS = 10
 #: Windows of a trial and of a probe for each schedule; steps of a window that do not count, because the step before had another schedule;
-#: steps that do (seed). A trial begins with a probe.
+#: steps that do (seed).
 TRIAL_WINDOWS, PROBE_WINDOWS, SETTLE_STEPS, WINDOW_STEPS = 6, 2, 1, 4
 #: Steps between a trial and the agreement on its times (admission: the device has finished the trial, so that no rank waits).
 DELAY_STEPS = 2
@@ -126,7 +126,7 @@ class StepTrial:
 
     def _plan(self) -> Iterator[Turn]:
         """Yield windows of both schedules in turns, the chosen one first, and some steps up to the agreement; then wait for the next probe.
-        The first probe, and one that finds the other schedule better, are followed by a trial unless they are clear."""
+        A probe that finds the other schedule better is followed by a trial unless it is clear. The first choice is that of the rule."""
         pause, windows, ahead = WARMUP_STEPS - 1, PROBE_WINDOWS, AHEAD_IN_PROBE
         while True:
             yield from [Turn(self.chosen)] * pause
@@ -134,9 +134,9 @@ class StepTrial:
             for schedule in turns((self.chosen, rival), windows):
                 steps += [Turn(schedule)] * SETTLE_STEPS + [Turn(schedule, timed=True)] * WINDOW_STEPS
             times = yield from self._time(steps + [Turn(self.chosen)] * DELAY_STEPS)
-            before, self.last = self.last, compare(times[PLAIN], times[CODED])
+            self.last = compare(times[PLAIN], times[CODED])
             better = self.last.favors(rival, ahead)
-            if windows == PROBE_WINDOWS and not self.last.clear and (better or before == Comparison()):
+            if windows == PROBE_WINDOWS and better and not self.last.clear:
                 pause, windows, ahead = 0, TRIAL_WINDOWS, AHEAD_IN_TRIAL
                 continue
             self.chosen = rival if better else self.chosen

@@ -46,7 +46,7 @@ def test_lines_as_a_training_writes_them(tmp_path: Path, capsys: pytest.CaptureF
     for step in (1, 2):
         counters.record("zero_grad", "reduce", 3_000_000, 1_000_000)
         if step == 2:
-            counters.record_saved("calls", 0.5)
+            counters.record_saved("steps", 0.5)
         log.write(step, [0.1])
     counters.reset()
     first, second = map(json.loads, path.read_text().splitlines())

@@ -259,7 +259,7 @@ def with_callback(folder: Path) -> None:
             reported.append(dict(logs))
 
         def on_step_end(self, *args: Any, **kwargs: Any) -> None:
-            counters.record_saved("calls", 0.5)
+            counters.record_saved("steps", 0.5)
 
     arguments = TrainingArguments(
         output_dir=str(folder / "out"), per_device_train_batch_size=2, max_steps=STEPS, logging_steps=1, eval_strategy="steps",

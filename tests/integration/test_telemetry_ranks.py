@@ -76,7 +76,7 @@ def test_events_are_those_of_the_documentation() -> None:
     counters.record_error("pp", "send", "lowrank rank 2", 1.0, 4.0)
     counters.record_kept("pp", "send", 1.0, 4.0)
     counters.record_alike("pp", "send", 0.5)
-    counters.record_saved("calls", 0.5)
+    counters.record_saved("steps", 0.5)
     events = [name.replace("/pp/", "/<role>/") for name, *_ in monitor.events(8)]
     page = (ROOT / "docs" / "tools.md").read_text()
     assert sorted(events) == sorted(re.findall(r"^\| `(Train/zipccl/\S+)` \|", page, flags=re.M))
