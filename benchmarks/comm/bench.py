@@ -6,7 +6,7 @@ Columns (also the keys of the rows in ``--json``):
 * ``ranks``, ``nodes``, ``link``: number of processes; number of nodes, which hold consecutive ranks; network between
   the nodes. ``loopback`` has one node. ``--link`` has one node per rank, or the number of ``--nodes``.
 * ``variant``: ``plain``: the collective of torch.distributed. ``raw``: the schedule of ds_zipccl, uncompressed.
-  ``coded``: the same, compressed. ``auto``: the fastest of these three, chosen by untimed calls.
+  ``coded``: the same, compressed. ``auto``: the one of these three that the measured link favors.
 * ``time_us``: median over the repeats of the slowest rank's time, in microseconds. The variants are timed in turn.
 * ``algbw``, ``busbw``: algorithm and bus bandwidth as in nccl-tests, in GB/s (1e9 bytes per second). algbw is the size of the whole
   tensor / ``time_us``. busbw is algbw x (n-1)/n for all_gather, reduce_scatter and all_to_all, x 2(n-1)/n for all_reduce, x 1 for

@@ -18,8 +18,8 @@ Every run starts ``train_gpt.py``, ``train_moe.py``, ``train_lora.py``, ``train_
 * ``ranks``, ``nodes``, ``link``: number of processes; number of nodes, which hold consecutive ranks; network between
   the nodes. ``loopback`` has one node. ``--link`` has one node per rank, or the number of ``--nodes``.
 * ``variant``: ``plain``: without ds_zipccl (``DS_ZIPCCL=0``). ``raw``: the schedules of ds_zipccl, uncompressed.
-  ``coded``: the same, compressed. ``auto``: the fastest of these three per message, chosen by up to 25 blocking or 85
-  asynchronous calls of its kind. ``raw``, ``coded`` and ``auto`` have ``reduction: match``, which promises the bits of
+  ``coded``: the same, compressed. ``auto``: ``"mode": "auto"``, which compares plain and coded steps in the first 30
+  to 100. ``raw``, ``coded`` and ``auto`` have ``reduction: match``, which promises the bits of
   the plain run, and the keys of ``--set``. ``zeropp``: DeepSpeed's ZeRO++ (8-bit weights, 4-bit gradients from two
   nodes on, second copies of the weights inside nodes of several ranks). On CPUs torch operations replace its CUDA
   kernels. ZeRO++ is lossy: a line below the rows has the deviation of its losses from the plain losses.

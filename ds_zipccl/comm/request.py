@@ -18,7 +18,7 @@ from ds_zipccl.comm.group_state import group_size, group_state, group_streams, r
 from ds_zipccl.comm.lossy.factors import Factored, Factoring
 from ds_zipccl.comm.lossy.frames import LossyFrames
 from ds_zipccl.comm.reduction_order import NO_SUM, Sum, arithmetic
-from ds_zipccl.comm.shadow_check import AnyShadow, LossyShadow, Plain, Shadow
+from ds_zipccl.comm.shadow_check import Plain, Shadow
 from ds_zipccl.config import DEFAULT, ZipcclConfig
 from ds_zipccl.lossy import LossyCodec
 from ds_zipccl.ops import OPS
@@ -257,19 +257,34 @@ def is_small(tensor: torch.Tensor, config: ZipcclConfig) -> bool:
 # ---- checked calls
 
 
-def shadow_of(request: Request, lossy: LossyCodec | None = None) -> AnyShadow | None:
+def shadow_of(request: Request, lossy: LossyCodec | None = None) -> Shadow | None:
     """Start the plain collective beside a checked call whose values ``lossy`` changes, if any; None where the call is not checked."""
-    if request.options.config.check != "shadow":
+    if request.options.config.check != "shadow" or (lossy is not None and request.sum.op is not None):
         return None
-    ranks = group_size(request.group)
-    if lossy is None:
-        return Shadow(request.plain, request.inputs, request.outputs, request.sum.tolerance, ranks)
-    twice = OPS[request.op].traffic == "all_reduce"  # contributions and the sum
-    return LossyShadow(request.plain, request.inputs, request.outputs, lossy, ranks, request.sum.reduction.op, twice)
+    inputs, outputs = request.inputs, request.outputs
+    if lossy is not None:
+        carried = [_carried(request, number, tensor, lossy) for number, tensor in enumerate(inputs or outputs)]
+        inputs, outputs = (carried, outputs) if inputs else ([], carried)
+    return Shadow(request.plain, inputs, outputs, request.sum.tolerance, group_size(request.group))
+
+
+def _carried(request: Request, number: int, tensor: torch.Tensor, lossy: LossyCodec) -> torch.Tensor:
+    """Return a copy of a tensor of a call with the values that its frames carry. What a rank sends to itself stays exact."""
+    op, rank, ranks = OPS[request.op], dist.get_rank(request.group), group_size(request.group)
+    copy = tensor.detach().clone()
+    flat = memory_order(copy) if op.memory_order else logical_order(copy)
+    parts = {number: flat}  # by peer, in an exchange
+    if request.op == "all_to_all_single":
+        parts = dict(enumerate(flat.split(list(request.segments.leaving) or [flat.numel() // ranks] * ranks)))
+    for peer, part in parts.items():
+        if op.traffic != "all_to_all" or peer != rank:
+            part.copy_(project(part, lossy))
+    copy_back([flat], [copy])
+    return copy
 
 
 def compare_by(
-    call: Call, shadow: AnyShadow, outputs: Sequence[torch.Tensor], tell: Callable[[str], Mapping[int, str]]
+    call: Call, shadow: Shadow, outputs: Sequence[torch.Tensor], tell: Callable[[str], Mapping[int, str]]
 ) -> None:
     """As :func:`compare_on_all_ranks`, of operations in any order. ``tell`` returns the text of every rank of the group: a collective."""
     try:

@@ -4,14 +4,11 @@ Operations without sums must agree in every bit. Sums must agree in every bit to
 sums of three or more ranks, and "fp32" averages, may differ from the plain result ``want`` by rounding:
 ``|got - want| <= ranks * eps * sum(|x|)``, eps being the distance from 1 to the next number of the dtype.
 
-The result of a lossy call is compared by its relative L2 error. With e the relative L2 error of one rounding of the contributions, a sum of
-n ranks may be off by 1.15 times e sqrt((n - 1) / n) of the contributions' norm, because the own part is exact. An all-reduce rounds the sum
-too. Other operations round once. Every contribution that is not finite must leave its mark.
+A lossy call that moves values must agree in every bit with the plain collective on the values of the codec. Lossy sums are not checked.
 """
 
 from __future__ import annotations
 
-import functools
 import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -21,19 +18,15 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from ds_zipccl import __version__, tensors
-from ds_zipccl.codecs import project
+from ds_zipccl import __version__
 from ds_zipccl.comm.work import CommError
 from ds_zipccl.kernels import build
-from ds_zipccl.lossy import LossyCodec
 
-#: The differences that are allowed from the plain results: none; the payloads of NaNs; rounding as well; the error of a lossy codec.
+#: The differences that are allowed from the plain results: none; the payloads of NaNs; rounding as well; a lossy sum is not compared.
 Tolerance = Literal["bits", "nan", "rounding", "lossy"]
 #: plain(inputs, outputs, async_op): the operation of torch.distributed on the given tensors.
 Plain = Callable[[Sequence[torch.Tensor], Sequence[torch.Tensor], bool], Any]
 
-#: A lossy result may be off by this many times the error that the codec explains.
-SLACK = 1.15
 #: Name of the file of a rank with the words around a mistake, in the cache folder.
 _SAVED = "zipccl_mismatch_{}.npz"
 #: Bytes of an element -> the dtype of its bits.
@@ -89,103 +82,6 @@ class Shadow:
         return wrong if self._tolerance == "bits" else wrong & ~(got.isnan() & want.isnan())
 
 
-class LossyShadow:
-    """The plain collective on fp32 copies of the tensors of a lossy call, of the squares of their values, and of the squares of the errors
-    that the codec makes in them. The constructor issues all three on the calling thread.
-
-    ``summed``: the name of the reduction, "" for operations without a sum. ``twice``: the sum is rounded too.
-    """
-
-    def __init__(
-        self,
-        plain: Plain,
-        inputs: Sequence[torch.Tensor],
-        outputs: Sequence[torch.Tensor],
-        codec: LossyCodec,
-        ranks: int,
-        summed: str,
-        twice: bool,
-    ) -> None:
-        self._codec, self._ranks, self._twice = codec, ranks, twice
-        self._share = (ranks - 1) / ranks if summed else 1.0
-        self._divisor = ranks if summed == "AVG" else 1
-        self._handles: list[Any] = []
-
-        def beside(change: Callable[[torch.Tensor], torch.Tensor]) -> list[torch.Tensor]:
-            there, back = ([change(tensor.detach()) for tensor in some] for some in (inputs, outputs))
-            self._handles.append(plain(there, back, True))
-            return back
-
-        self._wanted = beside(lambda tensor: tensor.to(torch.float32, copy=True))
-        self._squares = beside(lambda tensor: tensor.float().square())
-        self._errors = beside(self._squared_errors)
-
-    def _squared_errors(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the squares of the errors of one rounding, 0 where a value is not finite."""
-        found = torch.empty_like(tensor, dtype=torch.float32)
-        difference = project(tensor, self._codec).float() - tensor.float()
-        return found.copy_(difference.square().masked_fill_(~tensor.isfinite(), 0.0))
-
-    def compare(self, outputs: Sequence[torch.Tensor], error: Callable[[str], CommError]) -> None:
-        """Compare ``outputs`` with the plain result; blocks until the plain collectives are done.
-
-        Raises:
-            ShadowMismatch: the relative L2 error is beyond SLACK times that of the codec, or a value that is not finite has become one
-                that is. ``error`` makes the message.
-        """
-        for handle in self._handles:
-            handle.wait()
-        off = values = squares = errors = fourth = again = 0.0
-        for number, (output, wanted) in enumerate(zip(outputs, self._wanted, strict=True)):
-            got, want = output.detach().reshape(-1), wanted.reshape(-1)
-            lost = ~want.isfinite() & got.isfinite()
-            if bool(lost.any()):
-                index = int(lost.byte().argmax())
-                message = f"output {number} has {_show(got[index])} at {index}, wanted {want[index].item():g}"
-                raise ShadowMismatch(str(error(message)))
-            finite = got.isfinite() & self._squares[number].reshape(-1).isfinite()
-            got, want = got[finite].double(), want[finite].double()
-            mistakes = self._errors[number].reshape(-1)[finite].double()
-            off += float((got - want).square().sum())
-            values += float(want.square().sum())
-            squares += float(self._squares[number].reshape(-1)[finite].double().sum())
-            errors += float(mistakes.sum())
-            fourth += float(mistakes.square().sum())
-            if self._twice:
-                rounded = wanted.to(output.dtype)
-                twice = (project(rounded, self._codec).float() - rounded.float()).reshape(-1)[finite]
-                again += float(twice.double().square().sum())
-        if not outputs:
-            return
-        limits = torch.finfo(outputs[0].dtype)
-        steps = limits.eps**2 / 4 * (values + again) + (self._ranks * torch.finfo(torch.float32).eps) ** 2 * squares
-        # groups are cut at other elements than here, which counts where they differ by much: less than the typical error is no alarm
-        typical = _typical_error(self._codec)
-        share = max(errors / squares if squares else 0.0, typical**2)
-        # contributions may be alike, or cancel each other
-        sums = self._share * share * max(squares / self._divisor, values)
-        if self._twice:
-            again = max(again, typical**2 * values)
-        # few values: their errors may happen to agree
-        chance = min(self._ranks**0.5, 1 + 3 * fourth**0.5 / errors) if errors else 1.0
-        least = limits.smallest_normal * limits.eps * sum(output.numel() for output in outputs) ** 0.5
-        limit = SLACK * chance * (sums + again + steps) ** 0.5 + least
-        if off**0.5 > limit:
-            norm = values**0.5 or 1.0
-            message = (
-                f"relative L2 error {off**0.5 / norm:.4g} by {self._codec}, at most {limit / norm:.4g} is explained"
-            )
-            raise ShadowMismatch(str(error(message)))
-
-
-@functools.cache
-def _typical_error(codec: LossyCodec) -> float:
-    """Return the relative L2 error that a codec makes in normally distributed numbers."""
-    numbers = np.random.default_rng(0).standard_normal(1 << 14, dtype=np.float32)
-    some = tensors.of_buffer(numbers).view(torch.float32)
-    return float((project(some, codec) - some).norm() / some.norm())
-
-
 def bits(tensor: torch.Tensor) -> torch.Tensor:
     """Return the tensor's bit patterns as integers."""
     return tensor.view(WORDS[tensor.element_size()])
@@ -196,9 +92,6 @@ def _beyond_rounding(got: torch.Tensor, want: torch.Tensor, magnitude: torch.Ten
     limits = torch.finfo(got.dtype)
     bound = ranks * (limits.eps * magnitude.double() + limits.smallest_normal * limits.eps)
     return ~((got.double() - want.double()).abs() <= bound) & magnitude.isfinite()
-
-
-AnyShadow = Shadow | LossyShadow
 
 
 def _show(value: torch.Tensor) -> str:

@@ -269,23 +269,17 @@ FILLS: dict[str, Callable[[int, int], torch.Tensor]] = {
         .index_fill_(0, torch.tensor([rank + size // 2]), math.inf)
     ),
 }
-CALLS = (
-    lossy_calls.all_reduce,
-    lossy_calls.reduce_scatter_tensor,
-    lossy_calls.to_owners,
-    lossy_calls.gather,
-    lossy_calls.exchange,
-)
+MOVES = (lossy_calls.gather, lossy_calls.exchange)
 
 
-@runner.together(3, full="the definition has such values; many tensors")
-def what_the_codec_explains_passes(rank: int, ranks: int) -> None:
-    for seed, (fill, call, size) in enumerate(itertools.product(FILLS.values(), CALLS, (ranks * 2, SMALL))):
+@runner.together(3)
+def what_the_codec_makes_passes(rank: int, ranks: int) -> None:
+    """Moves are compared bit by bit with the codec's values, of each codec, also where groups have values that are not finite."""
+    for seed, (fill, call, size) in enumerate(itertools.product(FILLS.values(), MOVES, (ranks * 2, SMALL))):
         dtype = (torch.bfloat16, torch.float16, torch.float32)[seed % 3]
         codec = CODECS[seed % len(CODECS)]
-        op = dist.ReduceOp.AVG if seed % 2 else dist.ReduceOp.SUM
         everyone = [fill(peer, size).to(dtype) for peer in range(ranks)]
-        call(Call(api(codec, check="shadow"), everyone, rank, codec, op))
+        call(Call(api(codec, check="shadow"), everyone, rank, codec, dist.ReduceOp.SUM))
 
 
 def coarser() -> None:
@@ -296,24 +290,20 @@ def coarser() -> None:
 good = frames.compress
 
 
-@runner.together(2, None, "")
-@runner.together(
-    2, own_part_too, "relative L2 error 0.0.* by round mantissa 3, at most 0.0.* is explained", full="mistakes"
-)
-@runner.together(2, coarser, "relative L2 error", full="mistakes")
-@runner.together(2, nan_to_zero, "wanted inf", full="mistakes")
-def alarm(rank: int, ranks: int, plant: Callable[[], None] | None, complaint: str) -> None:
+@runner.together(2, None)
+@runner.together(2, coarser)
+@runner.together(2, nan_to_zero)
+def alarm(rank: int, ranks: int, plant: Callable[[], None] | None) -> None:
     if plant is not None:
         plant()
     mine = normal(rank, SMALL, torch.float32)
     mine[rank] = mine[rank + SMALL // 2] = float("inf")
-    output = torch.empty(SMALL // ranks)
-    call = api(Round(3), check="shadow").reduce_scatter_tensor
+    whole, call = torch.empty(SMALL * ranks), api(Round(3), check="shadow").all_gather_into_tensor
     if plant is None:
-        call(output, mine)
+        call(whole, mine)
         return
-    with pytest.raises(comm.ShadowMismatch, match=complaint):
-        call(output, mine)
+    with pytest.raises(comm.CommError, match=r"wanted|check failed"):
+        call(whole, mine)
 
 
 RANKS, STEPS, RANK = 3, 12, 4

@@ -11,7 +11,7 @@ from ds_zipccl import tensors
 from ds_zipccl.comm.context import OpContext, Told, packed, unpacked
 from ds_zipccl.comm.host.pipeline import abandon
 from ds_zipccl.comm.request import compare_by, problem_of
-from ds_zipccl.comm.shadow_check import AnyShadow
+from ds_zipccl.comm.shadow_check import Shadow
 from ds_zipccl.comm.transport.protocol import TAGS_PER_COLLECTIVE
 
 #: The tag of a checked call's outcome, after those of its exchanges.
@@ -31,7 +31,7 @@ def telling_failures(ctx: OpContext) -> Iterator[None]:
 
 
 @tensors.undisturbed()
-def compare_on_all_ranks(ctx: OpContext, shadow: AnyShadow, outputs: Sequence[torch.Tensor]) -> None:
+def compare_on_all_ranks(ctx: OpContext, shadow: Shadow, outputs: Sequence[torch.Tensor]) -> None:
     """Compare the outputs of a call that all ranks check. A collective; blocks.
 
     Raises:

@@ -25,7 +25,7 @@ from ds_zipccl.comm.host.cached import CachedParameter, ask
 from ds_zipccl.comm.host.checks import compare_on_all_ranks, telling_failures
 from ds_zipccl.comm.host.gather import SharedBase
 from ds_zipccl.comm.request import Request, equal_shards, shadow_of
-from ds_zipccl.comm.shadow_check import AnyShadow
+from ds_zipccl.comm.shadow_check import Shadow
 from ds_zipccl.ops import OPS
 from ds_zipccl.telemetry import counters
 
@@ -105,9 +105,7 @@ def _laid_out(call: Call, columns: Sequence[_Column]) -> tuple[torch.Tensor, tor
     return whole, torch.cat([one.shard for one in columns], out=equal_shards(whole, call.size)[call.rank])
 
 
-def _send(
-    call: Call, request: Request, output: torch.Tensor, columns: Sequence[_Column], shadow: AnyShadow | None
-) -> Any:
+def _send(call: Call, request: Request, output: torch.Tensor, columns: Sequence[_Column], shadow: Shadow | None) -> Any:
     """Gather parameters by messages, put them into their columns of the output, and fill the bases of those that have one, unless the
     schedule does. Then compare with the shadow of the whole gather, if there is one. Returns as torch.distributed does."""
     whole = request.outputs[0]
