@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from types import SimpleNamespace
@@ -18,8 +19,7 @@ from cached import CONFIG, FULL, OTHER, SHARDS, refusing
 from ds_zipccl import comm, kernels
 from ds_zipccl.codecs import decompress
 from ds_zipccl.comm import topology, tuner
-from ds_zipccl.comm.bases import host_memory, in_place
-from ds_zipccl.comm.bases.shared import BaseSlot
+from ds_zipccl.comm.bases import in_place
 from ds_zipccl.comm.buffer_pool import PooledBuffers
 from ds_zipccl.comm.group_state import group_state
 from ds_zipccl.comm.host import frames
@@ -275,41 +275,6 @@ def nodes_share_a_copy(rank: int, ranks: int) -> None:
     assert comm.allocate_bases([], "host", dist.group.WORLD) == []
 
 
-@runner.together(3)
-def mistaken(rank: int, ranks: int) -> None:
-    """A rank takes the copy of another tensor, then one whose last gather it has missed."""
-    trainer = Trainer(rank, ranks, "device")
-    trainer.kept.append(BaseSlot(trainer.kept[0].memory.clone(), trainer.kept[0].node_ranks, 99))
-    trainer.masters.append(trainer.masters[0] + 1)
-    trainer.gather(0)
-    trainer.gather(3)
-    right = trainer.kept[0], trainer.kept[0].memory.clone()
-    if rank == 1:
-        trainer.kept[0] = trainer.kept[3]
-    trainer.step()
-    assert trainer.gather(0) == {OTHER: 1}
-    if rank == 1:
-        trainer.kept[0] = right[0]
-        trainer.kept[0].memory.copy_(right[1])
-    trainer.step()
-    assert trainer.gather(0) == {OTHER: 1}
-    trainer.step()
-    assert trainer.gather(0) == {"": 1}
-
-
-@runner.together(3)
-def together(rank: int, ranks: int) -> None:
-    """Several gathers in flight, waited for in another order."""
-    trainer = Trainer(rank, ranks, "host")
-    for _ in range(4):
-        trainer.step()
-        for whole, wanted, handle in [trainer.start([index]) for index in (2, 0)][::-1]:
-            handle.wait()
-            assert torch.equal(whole.view(torch.int16), wanted.view(torch.int16))
-    assert trainer.gather(0, 2) == {"": 1}
-    assert trainer.ratio > 100
-
-
 def equal_hashes() -> None:
     host_gather.region_hash = lambda *given: b"an equal hash..."
 
@@ -321,18 +286,6 @@ def test_a_missing_proof_is_noticed(plant: Callable[[], None], kind: str) -> Non
     """Differences against something else give other parameters: what these tests compare."""
     with pytest.raises(runner.RankFailure, match=r"torch\.equal"):
         runner.run(edited, 3, kind, plant=plant)
-
-
-@runner.together(3)
-def in_a_container(rank: int, ranks: int) -> None:
-    """Rank 1 has the host name and the network of the others, but cannot see their processes: the size of its group of sharers."""
-    if rank == 1:
-        host_memory.place = lambda: "pid:[1] user:[1] 0"
-    trainer = Trainer(rank, ranks, "host")
-    trainer.gather(0, 2)
-    trainer.step()
-    assert trainer.gather(0, 2) == {"": 1}
-    assert len(trainer.kept[0].node_ranks) == (1 if rank == 1 else 2)
 
 
 @runner.together(2)
