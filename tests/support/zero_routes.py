@@ -364,11 +364,11 @@ def in_a_step(lab: Table, engine: Any) -> None:
         loss = engine(torch.arange(BATCH * CONTEXT).view(BATCH, CONTEXT)) if scale < 1 else None
 
 
-def set_whole(lab: Table, engine: Any) -> None:
+def set_whole(lab: Table, engine: Any, words: Callable[..., torch.Tensor] = noise) -> None:
     from deepspeed.utils import safe_set_full_fp32_param, safe_set_full_optimizer_state
 
     weight = weights(engine)[2]
-    safe_set_full_fp32_param(weight, torch.linspace(-1, 1, weight.ds_numel).view(weight.ds_shape))
+    safe_set_full_fp32_param(weight, words(torch.empty(weight.ds_shape), 3))
     safe_set_full_optimizer_state(weight, torch.zeros(weight.ds_shape), "exp_avg")
 
 
@@ -412,9 +412,12 @@ def saved(lab: Table, engine: Any) -> None:
 
 
 def rolled_back(lab: Table, engine: Any, **how: bool) -> None:
-    """An earlier state is loaded after an edit and a step."""
+    """An earlier state is loaded, whose words do not shrink, as those in between do."""
+    set_whole(lab, engine)
+    lab.train(engine)
     engine.save_checkpoint(lab.folder, tag="before")
     edit(lab, engine)
+    set_whole(lab, engine, torch.full_like)
     lab.train(engine)
     engine.load_checkpoint(lab.folder, tag="before", **how)
 
@@ -565,8 +568,8 @@ ROUTES: dict[str, Route] = {
     "gathered, load_state_dict": Route(load_words, 3, (10, 4), 6),
     "gathered, not waited for": Route(unwaited, 2, (0, 0), alone=True, streams=()),
     "saved in whole": Route(saved, 0, (10, 10), 6),
-    "rolled back": Route(rolled_back, 4, (3, 7), 8),
-    "rolled back, weights alone": Route(partial(rolled_back, load_module_only=True), 4, (3, 6), 5),
+    "rolled back": Route(rolled_back, 4, (3, 9), 8),
+    "rolled back, weights alone": Route(partial(rolled_back, load_module_only=True), 4, (3, 8), 5),
     "another engine resumes": Route(resumed, 3, (2, 11), 6, alone=True),
     "set whole": Route(set_whole, 0, (0, 2)),
     "set a shard": Route(set_shard, 0, (0, 2)),
@@ -589,7 +592,7 @@ ROUTES: dict[str, Route] = {
     "one by one": Route(edit, 2, (3, 3), 2, of="one by one"),
     "offload": Route(edit, 2, (3, 3), 2, of="offload"),
     "tied": Route(edit, 0, (3, 3), of="tied"),
-    "quantised": Route(rolled_back, 4, (4, 7), 7, of="quantised"),
+    "quantised": Route(rolled_back, 4, (4, 9), 7, of="quantised"),
     "adapters": Route(merged, 4, (10, 3), 10, of="adapters"),
 }
 #: Of engines with secondary shards, which need four ranks.
