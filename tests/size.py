@@ -37,7 +37,7 @@ BUDGETS = {
     "ds_zipccl/sync": Budget(1_241, 1_250),
     "ds_zipccl/telemetry": Budget(814, 900),
     "benchmarks": Budget(5_957, 5_500),
-    "tests": Budget(59_843, 56_000),
+    "tests": Budget(59_844, 56_000),
 }
 #: Files of one folder of the package and of the benchmarks.
 MAX_FILES = 14
