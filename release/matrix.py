@@ -42,8 +42,9 @@ GROUPS: dict[str, tuple[str, ...]] = {
         for case in ("zero1", "zero2")
     ),
     "ZeRO-3": tuple(
-        f"tests/integration/test_engines_versions.py::test_frozen_parameters_change_no_bit_and_send_nothing[{bases}]"
-        for bases in ("auto", "all")
+        f"tests/integration/test_bases_of_engines.py::test_every_route_has_the_bits_of_plain_deepspeed[gloo-{base}-{route}]"
+        for base in ("auto", "host")
+        for route in ("optimizer steps", "gathered, rank 0 writes", "rolled back", "no optimizer")
     ),
     "MoE": ("tests/integration/test_moe.py::test_always_has_the_bits_of_plain_runs[2-top-2]",),
     "HF Trainer, Accelerate": ("tests/integration/test_hf.py",),

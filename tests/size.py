@@ -31,7 +31,7 @@ BUDGETS = {
     "ds_zipccl": Budget(1_510, 1_450),
     "ds_zipccl/cli": Budget(2_815, 2_800),
     "ds_zipccl/codecs": Budget(2_880, 2_900),
-    "ds_zipccl/comm": Budget(10_550, 9_800),
+    "ds_zipccl/comm": Budget(10_460, 9_800),
     "ds_zipccl/csrc": Budget(10_020, 10_050),
     "ds_zipccl/integration": Budget(4_035, 3_700),
     "ds_zipccl/integration/fsdp": Budget(386, 450),
@@ -42,7 +42,7 @@ BUDGETS = {
     "ds_zipccl/tools": Budget(1_460, 1_450),
     "benchmarks": Budget(4_455, 4_500),
     SHARED: Budget(4_400, 4_400),
-    "tests": Budget(58_750, 56_000),
+    "tests": Budget(58_660, 56_000),
 }
 #: Files of one folder of the package and of the benchmarks.
 MAX_FILES = 14

@@ -93,10 +93,10 @@ def trained(lab: Lab, name: str, steps: int = 3) -> None:
 
 
 #: Cases of test_engines.py, which has more of the same kinds: what only repeats calls or divides parameters is there alone. Those of
-#: ZeRO-3 that test_engines_agreed.py has are not here.
+#: ZeRO-3 that test_bases_of_engines.py has are not here.
 SHARED = ("zero1", "zero2", "bf16 optimizer", "offload", "many buckets", "fp32 gradients", "beside ZeRO-3", "several engines",
          "checkpoint zero2", "without_gradients zero2", "overflow zero2", "out_of_step zero2", "edited_by_all bf16 optimizer",
-         "zero3 plain", "zero3 overlap", "zero3 offload", "zero3 all reduced", "zero3 hpz", "zero3 several engines")  # fmt: skip
+         "zero3 plain", "zero3 all reduced", "zero3 hpz", "zero3 several engines")  # fmt: skip
 CASES = {name: on_gloo.CASES[name] for name in SHARED}
 CASES |= {name: functools.partial(trained, name=name) for name in SETTINGS if "longer" not in name}
 LONGER = {name: functools.partial(trained, name=name, steps=8) for name in SETTINGS if "longer" in name}

@@ -1,7 +1,7 @@
 """Engines of a tiny Llama with adapters under ZeRO-3 and ZeRO-2: the bits of plain DeepSpeed, and gathers of frozen weights that send
 next to nothing.
 
-One launch runs all cases. ``test_engines_versions.py`` has checkpoints, and changes of frozen weights behind the back of DeepSpeed.
+One launch runs all cases. ``test_bases_of_engines.py`` has checkpoints, and changes of frozen weights behind the back of DeepSpeed.
 """
 
 from __future__ import annotations

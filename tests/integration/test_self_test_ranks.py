@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from engines import DIFFERENCE, FIRST, SOURCES, ZERO3, Lab, bits, rank_program
 from programs import launch, reference
-from test_engines_agreed import SECTION as OF_STREAMS
-from test_engines_agreed import SIZES
+from test_bases_of_engines import SECTION as OF_STREAMS
+from test_bases_of_engines import SIZES
 
 from ds_zipccl import kernels
 from ds_zipccl.benchmarks.links import slots

@@ -11,7 +11,6 @@ import torch
 
 from ds_zipccl import comm
 from ds_zipccl.comm.bases.shared import BaseSlot
-from ds_zipccl.comm.bases.state import Way
 from ds_zipccl.comm.device.bases.agreed import Agreed
 from ds_zipccl.comm.host.cached import CachedParameter
 from ds_zipccl.config import ZipcclConfig
@@ -42,8 +41,6 @@ class DeepSpeedZeroOptimizer_Stage3:
 
     def set_full_hp_param(self, value: Any, param: Any, optim_state_key: Any = None) -> Any:
         return optim_state_key
-
-    set_local_hp_param = set_full_hp_param
 
 
 class SuperOffloadOptimizer_Stage3(DeepSpeedZeroOptimizer_Stage3):
@@ -167,48 +164,6 @@ def test_a_step_ends_the_versions_of_what_it_trains(ranks: Ranks, kind: type[Dee
     assert frozen.ds_zipccl_state.version == version
 
 
-def test_a_refused_frame_stops_the_step(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
-    trained = param(1)
-    optimizer = DeepSpeedZeroOptimizer_Stage3(trained)
-    begin(optimizer, trained)
-
-    def refused(*call: Any, **more: Any) -> None:
-        raise comm.CommError("as planted")
-
-    monkeypatch.setattr(comm, "check_frames", refused)
-    with pytest.raises(comm.CommError, match="as planted"):
-        optimizer.step()
-    assert optimizer.asked == [] and live(trained)
-
-
-def test_changes_end_versions(ranks: Ranks) -> None:
-    first, second = param(1), param(2, dtype=torch.float32)
-    optimizer = DeepSpeedZeroOptimizer_Stage3(first, second)
-    begin(optimizer, first, second)
-
-    def ended(change: Any) -> list[int]:
-        found = [one.ds_id for one in (first, second) if not live(one)]
-        assert found == []
-        change()
-        found = [one.ds_id for one in (first, second) if not live(one)]
-        for one in (first, second):
-            one.ds_zipccl_state._agreed("a kind", [100])
-        return found
-
-    assert ended(lambda: Init()._partition([first, second], has_been_updated=True)) == [1, 2]
-    assert ended(lambda: Init()._partition([second], False, True)) == [2]
-    assert ended(lambda: Init()._partition([first, second])) == []
-    assert ended(lambda: optimizer.set_full_hp_param(0, second)) == [2], "32 bits: the optimizer's own copy"
-    assert ended(lambda: optimizer.set_local_hp_param(0, second)) == [], "no call of all ranks"
-    for set_param in (optimizer.set_full_hp_param, optimizer.set_local_hp_param):
-        assert ended(lambda set_param=set_param: set_param(0, first)) == [], "16 bits: with the next step"
-        assert ended(lambda set_param=set_param: set_param(0, second, "exp_avg")) == []
-    assert ended(lambda: optimizer.load_state_dict("state", strict=False)) == [], "they have agreed anew"
-    assert ranks.agreed[-1] == (WORLD, ["p1", "p2"])
-    Init()._convert_to_deepspeed_param(first)
-    assert gathers.parameters_of([first]) == ()
-
-
 def test_gathered_parameters_are_checked_before_a_program_reads_them(ranks: Ranks) -> None:
     one, expert, unknown = param(1), param(2, EXPERTS), param(3, PLAIN)
     begin(DeepSpeedZeroOptimizer_Stage3(one), one, expert, unknown)
@@ -258,19 +213,6 @@ def test_parameters_of_gathers_that_ask(ranks: Ranks, cached: list[Any], kind: A
     zero_versions.end(optimizer)
     assert gathers.parameters_of(cached) == () and not hasattr(optimizer, "ds_zipccl_versions")
     zero_versions.end(optimizer), zero_versions.end(None)
-
-
-def test_no_event_decides_whether_gathers_ask(ranks: Ranks, cached: list[Any]) -> None:
-    """Some of these are of one rank: a load, a partition, a write, a step of the optimizer."""
-    trained, frozen, _ = cached
-    optimizer = DeepSpeedZeroOptimizer_Stage3(trained)
-    starts(optimizer, cached)
-    states: list[CachedParameter] = [trained.ds_zipccl_state, frozen.ds_zipccl_state]
-    for one in states:
-        one.fill()
-    optimizer.step(), optimizer.load_state_dict("state"), optimizer.set_full_hp_param(0, trained)
-    Init()._partition([frozen], has_been_updated=True), GatheredParameters(cached).__enter__()
-    assert [one.way for one in states] == [Way.DELTA] * 2 and ranks.checked == [] and ranks.agreed == []
 
 
 def test_a_later_engine_of_a_module_begins_anew(ranks: Ranks, cached: list[Any]) -> None:

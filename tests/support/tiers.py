@@ -26,7 +26,7 @@ LONG = (
     "tests/integration/test_configurations.py",
     "tests/integration/test_recipes.py",
     "tests/integration/test_engines_on_streams.py",
-    "tests/integration/test_engines_agreed.py",
+    "tests/integration/test_bases_of_engines.py",
     "tests/codec/test_cuda_sanitizers.py",
     "tests/codec/test_convergence.py",
     "tests/integration/test_moe.py",
