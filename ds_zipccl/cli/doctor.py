@@ -249,7 +249,7 @@ def _predict(
     tables.say(f"expected: communication {total['speedup']:.2f}x of {backend}'s own schedules, {step}")
     if found.nodes == 1 and not found.streams:
         shared = f"{ranks} ranks share the cores of one machine{'' if args.link[0] else ' and its loopback'}"
-        why = f"{shared}, where coding takes time from computing"
+        why = f"{shared}, where coding takes time from computing and mode auto stays plain"
         notes.append(f"this does not hold here: {why}; it is for one rank per node")
         tables.say(f"       {notes[-1]}")
     known |= {"ratio": ratios.values, "ratio_about": ratios.about}

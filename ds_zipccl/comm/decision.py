@@ -87,7 +87,10 @@ def _decide(request: Request, message: Message, state: GroupState) -> Decision:
     admitted = admission.admit(message, config)
     if not admitted.frames or admitted.on_device:
         return admitted
-    levels = topology.levels(group_nodes(resolve_group(request.group)))
+    nodes = group_nodes(resolve_group(request.group))
+    if len(nodes) == 1 and request.exact and config.mode_of(message.role) == "auto":
+        return Decision.passing(PassReason.INSIDE_NODE)
+    levels = topology.levels(nodes)
     competing = admission.candidates(message, config, exact=request.exact, levels=levels)
     return cost_model.fastest(competing, message, link_profile(state))
 

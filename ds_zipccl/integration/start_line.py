@@ -217,6 +217,8 @@ def start_line(
             f"link {8e-6 * profile.bandwidth:.0f} Mbit/s, {1e6 * profile.alpha:.0f} us, "
             f"coding {profile.encode / 1e9:.1f} and {profile.decode / 1e9:.1f} GB/s"
         )
+        if len(nodes) == 1:
+            parts.append('all ranks on one node, where mode auto stays plain ("mode": "always" codes)')
     if settled is not None:
         parts.append(schedules(config, settled, nodes))
     elif config.reduction == "fp32" and topology.levels(nodes):

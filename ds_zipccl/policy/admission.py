@@ -188,7 +188,7 @@ class PassReason(Enum):
     )
     INSIDE_NODE = (
         "inside one node",
-        "All ranks of the NCCL group are on one node, and reach each other without a network: coding would take longer than sending.",
+        "All ranks of the group are on one node, and reach each other without a network: coding would take as long as sending, or longer.",
         'None is needed. `"mode": "always"` codes the message all the same, to compare.',
     )
     NO_MEMORY = (

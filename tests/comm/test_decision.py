@@ -345,6 +345,18 @@ def test_only_sums_with_the_bits_of_the_plain_one_may_be_plain(members: Any, mon
     assert str(decided(members, AUTO, op="all_to_all", sum=NO_SUM)) == "raw frames"
 
 
+def test_inside_a_node_mode_auto_is_plain(members: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the nodes are known, and the plain collective has the same bits; mode always codes."""
+    rounding = SUM._replace(tolerance="rounding")
+    for nodes, config, more, plain in (
+        ([[0, 1]], AUTO, {}, True), ([[0], [1]], AUTO, {}, False), ([], AUTO, {}, False),
+        ([[0, 1]], ALWAYS, {}, False), ([[0, 1]], AUTO, {"sum": rounding}, False),
+    ):  # fmt: skip
+        monkeypatch.setattr(decision, "group_nodes", lambda group, nodes=nodes: nodes)
+        members.of(DecisionMemory).clear()
+        assert (decided(members, config, **more).reason == PassReason.INSIDE_NODE.value) == plain
+
+
 def test_the_memory_of_plans_is_bounded(members: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(decision, "REMEMBERED", 5)
     for numel in range(1, 40):

@@ -133,11 +133,13 @@ def test_ranks_that_choose_by_themselves_are_noticed(plant: Callable[[int], None
 
 @runner.together(2)
 def settled(rank: int, ranks: int) -> None:
-    """Steps decide only where a role is in mode auto; the table has a line for a choice, and the seconds that it saved."""
+    """Steps decide only where a role is in mode auto, and not inside one node; the table has a line for a choice, and the seconds saved."""
     trial.WARMUP_STEPS, job, trained = 2, host_engine._of_job(), Engine()
     for config, decide in ((CODED, False), (replace(CODED, roles={"ep": "auto"}), True), (AUTO, True)):
-        job.steps = None
-        assert engine.settle(config, torch.device("cpu")) is None and (job.steps is not None) == decide
+        for nodes in ([list(range(ranks))], [[one] for one in range(ranks)]):
+            group_state(None).nodes, job.steps = nodes, None
+            assert engine.settle(config, torch.device("cpu")) is None
+            assert (job.steps is not None) == (decide and len(nodes) > 1)
     counters.reset()
     for step in range(30):
         time.sleep(0.005)

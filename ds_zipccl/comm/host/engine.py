@@ -121,7 +121,7 @@ class MessageEngine(Engine):
         state = group_state(None)
         if state is None or state.size == 1 or not self.takes(state, device.type):
             return None
-        if "auto" in {config.mode_of(role) for role in ROLES}:
+        if len(group_nodes(resolve_group(None))) != 1 and "auto" in {config.mode_of(role) for role in ROLES}:
             state.of(_Job).steps = Steps(Clock(time.perf_counter_ns, functools.partial(_agreed, config)))
         return None
 
