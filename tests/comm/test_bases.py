@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import gc
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,6 +15,7 @@ import ranks as runner
 import torch
 import torch.distributed as dist
 from cached import CONFIG, FULL, OTHER, SHARDS, refusing
+from moves import turn
 
 from ds_zipccl import comm, kernels
 from ds_zipccl.codecs import decompress
@@ -39,6 +41,7 @@ class Trainer:
 
     def __init__(self, rank: int, ranks: int, kind: str = "in place", dtype: torch.dtype = torch.bfloat16) -> None:
         self.rank, self.ranks, self.seed, self.dtype, self.in_place = rank, ranks, 1, dtype, kind == "in place"
+        self.config = CONFIG
         self.masters = [torch.randn(ranks, shard, generator=torch.Generator().manual_seed(shard)) for shard in SHARDS]
         self.wholes = [master.to(dtype, copy=True) for master in self.masters]
         groups = [] if self.in_place else [dist.group.WORLD]
@@ -62,7 +65,11 @@ class Trainer:
         put = self.in_place or self.seed % 2
         own = whole[self.rank].copy_(wanted[self.rank]) if put else wanted[self.rank].clone()
         base: Any = comm.IN_PLACE if self.in_place else SharedBase([self.kept[index] for index in chosen])
-        return whole, wanted, comm.all_gather_into_tensor(whole.view(-1), own, None, True, config=CONFIG, base=base)
+        return (
+            whole,
+            wanted,
+            comm.all_gather_into_tensor(whole.view(-1), own, None, True, config=self.config, base=base),
+        )
 
     def gather(self, *chosen: int) -> dict[str, int]:
         """What a gather, which is checked, adds to the count of differences."""
@@ -95,6 +102,19 @@ for ranks in (2, 3):
         runner.together(ranks, "in place", dtype)(steps)
     for kind in ("host", "device"):
         runner.together(ranks, kind)(steps)
+
+
+@runner.together(2, "in place")
+@runner.together(2, "host")
+def plain_in_between(rank: int, ranks: int, kind: str) -> None:
+    """Steps of mode auto whose gathers are plain: no base of an earlier gather is taken for their result."""
+    trainer = Trainer(rank, ranks, kind)
+    trainer.config = replace(CONFIG, mode="auto")
+    for number in range(9):
+        turn(plain=number % 4 in (1, 2))
+        trainer.step()
+        trainer.gather(0)
+        assert number % 4 or trainer.gather(0) == {"": 1}
 
 
 @runner.together(3, "in place")
@@ -353,9 +373,9 @@ def stored(rank: int, ranks: int) -> None:
         shards = torch.stack([storage(numel, dtype, 7 + shard) for shard in range(ranks)])
         (slot,) = comm.allocate_bases([(numel, dtype)], "host", dist.group.WORLD)
         assert slot.memory.dtype is dtype
-        for turn, kind in enumerate(("first", "unchanged", "changed", "raw")):
+        for number, kind in enumerate(("first", "unchanged", "changed", "raw")):
             if kind == "changed":
-                shards[:, turn::100] = storage(ranks * 800, dtype, 70 + turn).view(ranks, 800)
+                shards[:, number::100] = storage(ranks * 800, dtype, 70 + number).view(ranks, 800)
             counters.reset()
             base = None if kind == "raw" else SharedBase([slot])
             whole = storage(ranks * numel, dtype, 99)
