@@ -28,6 +28,8 @@ from places import PYTHONPATH
 _ENVIRONMENT = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
 #: Seconds that the other ranks have to fail too, once one has failed.
 GRACE = 2.0
+#: torch's words where ranks have not met.
+_UNCONNECTED = "Gloo connectFullMesh failed"
 #: Imported once by the fork server of a worker. FSDP2 and optimizers of torch import the compiler, for a second in each rank.
 _PRELOAD = ["torch._dynamo", "torch.distributed.checkpoint.state_dict", "torch.testing", "pytest", "ds_zipccl.comm"]
 
@@ -119,8 +121,11 @@ def programs(module: str) -> Callable[..., None]:
     return test
 
 
-def _launch(calls: Sequence[_Call], ranks: int, timeout: float, backend: str) -> list[Any]:
-    """The results of each rank, in the order of ``calls``."""
+def _launch(calls: Sequence[_Call], ranks: int, timeout: float, backend: str, again: bool = True) -> list[Any]:
+    """The results of each rank, in the order of ``calls``.
+
+    All are called once more where gloo has not connected a new default group: no code of the package has run then.
+    """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(_PRELOAD)
     before = {name: os.environ.get(name) for name in _ENVIRONMENT}
@@ -146,6 +151,9 @@ def _launch(calls: Sequence[_Call], ranks: int, timeout: float, backend: str) ->
         for name, value in before.items():
             os.environ.pop(name) if value is None else os.environ.update({name: value})
     failures = [f"rank {rank}: {text}" for rank, (good, text) in sorted(answers.items()) if not good]
+    if again and any(_UNCONNECTED in text for text in failures):
+        print(f"ranks: repeated, {_UNCONNECTED}", file=sys.stderr)
+        return _launch(calls, ranks, timeout, backend, again=False)
     if failures:
         names = ", ".join(case.__name__ for case, _ in calls)
         raise RankFailure("\n".join([f"{names} on {ranks} ranks", *failures]))

@@ -95,16 +95,13 @@ def by_turns(items: Sequence[pytest.Item], run: str) -> None:
 
 
 def repeat_timings(items: Sequence[pytest.Item]) -> None:
-    """Let the tests that compare times fail three times before they count as failed: a neighbor of this machine may disturb one. Others are
-    repeated once where gloo has not connected the ranks of a new group, before any code of the package has run.
+    """Let the tests that compare times fail three times before they count as failed: a neighbor of this machine may disturb one.
 
     A mistake in the code fails each time. The last lines of pytest count the repetitions.
     """
     for item in items:
         if item.get_closest_marker("alone") is not None:
             item.add_marker(pytest.mark.flaky(reruns=2, reruns_delay=10))
-        else:
-            item.add_marker(pytest.mark.flaky(reruns=1, only_rerun="Gloo connectFullMesh failed"))
 
 
 def in_order(items: list[pytest.Item], root: Path, short: bool) -> None:
