@@ -146,10 +146,10 @@ class Request:
         """Return the arguments that contexts of all kinds have."""
         return self.op, resolve_group(self.group), self.options.config, self.options.role, codec
 
-    def facts(self) -> tuple[str | None, int, bool, bool, LossyCodec | None, str]:
+    def facts(self) -> tuple[str | None, int, bool, bool, LossyCodec | None]:
         """Return the fields of :class:`.admission.Message` from ``reduce_op`` on."""
         name, nodes, told = self.sum.reduction.op or None, len(self.sum.nodes), self.options
-        return name, nodes, self.based, self.plain_sums, told.lossy, told.kind
+        return name, nodes, self.based, self.plain_sums, told.lossy
 
     @property
     def based(self) -> bool:

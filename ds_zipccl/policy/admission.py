@@ -41,8 +41,7 @@ class Message:
     ``numel`` counts the elements of the whole message (the output of a gather, the input of a reduce-scatter). It is None where ranks may
     see different sizes (all-to-all). ``device`` is a device type. ``reduce_op`` is the name in ``torch.distributed.ReduceOp``. ``nodes``:
     the number of nodes of a sum in two levels, 0 for all other operations. ``based``: ranks may hold the result of an earlier gather.
-    ``plain_sums``: the sum is the plain collective's own. ``lossy``: the codec that may change the values in the message. ``kind``: see
-    :class:`ds_zipccl.comm.request.Request`.
+    ``plain_sums``: the sum is the plain collective's own. ``lossy``: the codec that may change the values in the message.
     """
 
     op: str
@@ -57,25 +56,12 @@ class Message:
     based: bool = False
     plain_sums: bool = False
     lossy: LossyCodec | None = None
-    kind: str = ""
 
     @property
     def nbytes(self) -> int | None:
         """The bytes of the whole message, of a send those of as many elements of bf16; None where ranks may see different sizes."""
         itemsize = 2 if OPS[self.op].point_to_point else self.dtype.itemsize
         return None if self.numel is None else self.numel * itemsize
-
-    def describe(self, size: str) -> str:
-        """Return messages of this kind in words, for the table. ``size``: of their class."""
-        dtype, summed = str(self.dtype).removeprefix("torch."), self.reduce_op or "SUM"
-        parts = (
-            dtype if summed == "SUM" else f"{dtype} {summed}",
-            size if self.nbytes is not None else f"{size} sent by a rank",
-            str(self.lossy or ""),
-            f"{self.ranks} ranks",
-            "with a base" if self.based else "",
-        )
-        return ", ".join(filter(None, parts))
 
 
 class PassReason(Enum):

@@ -216,7 +216,7 @@ def record_saved(clock: str, seconds: float = 0.0, error: float = 0.0) -> None:
 
 
 def saved() -> dict[str, tuple[float, float, int]]:
-    """Return (seconds saved, their error, number of calls or steps) by clock, "steps"; "" has the number of all optimizer steps."""
+    """Return (seconds saved, their error, number of steps) by clock, "steps"; "" has the number of all optimizer steps."""
     with _lock:
         return dict(_saved)
 
