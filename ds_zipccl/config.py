@@ -122,10 +122,11 @@ class ZipcclConfig:
         "on all ranks where one rank lacks the C++ kernels.",
     ] = "auto"
     zero3_base: Annotated[
-        Literal["auto", "off", "host", "device"],
-        "Keep the parameters that ZeRO-3 gathered as the base of later differences: as many bytes as they have. auto: frozen parameters, "
-        "in memory that the ranks of a node share, as far as zero3_base_mib allows. host: all parameters, in such memory. device: all "
-        "parameters, on every rank's device.",
+        Literal["auto", "off", "host", "node", "device"],
+        "Keep the parameters that ZeRO-3 gathered, as many bytes as they have. Gathers of unchanged parameters copy them, later ones send "
+        "differences. auto: frozen parameters, in memory that the ranks of a node share, as far as zero3_base_mib allows. host: all "
+        "parameters, in such memory. node: all parameters, one copy spread over the GPUs of each node. device: all parameters, on every "
+        "rank's device.",
     ] = "auto"
     zero3_base_mib: Annotated[
         int,

@@ -218,6 +218,12 @@ class Levels:
     def peers(self) -> Sequence[int]:
         return [ranks[self.local_rank] for ranks in self.nodes]
 
+    @property
+    def peer_rows(self) -> slice:
+        """``peers`` as a slice of the ranks of the group. There are several nodes, and the peers lie equally far from each other."""
+        first, second, *_ = peers = self.peers
+        return slice(first, peers[-1] + 1, second - first)
+
 
 def levels(nodes: Sequence[Sequence[int]]) -> bool:
     """Return whether there are several nodes with several ranks each, and the same number of ranks on all nodes."""

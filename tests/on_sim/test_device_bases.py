@@ -7,20 +7,23 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
+import levels
 import pytest
 import torch
 import torch.distributed as dist
 from sim.device import mine
+from sim.scheduler import Fault
 
 from ds_zipccl import comm
 from ds_zipccl.comm import topology
 from ds_zipccl.comm.bases.state import Way
+from ds_zipccl.comm.device import gather
 from ds_zipccl.comm.device.bases import agreed, proof
 from ds_zipccl.comm.device.streams import Streams
 from ds_zipccl.kernels.cuda.backend import CudaBackend
 from ds_zipccl.telemetry import counters
 from on_sim import world
-from on_sim.cases import noise, weights
+from on_sim.cases import bytes_sent, noise, weights
 from on_sim.test_device_agreed import CONFIG, SIZES, Model, in_pieces, train
 
 FULL, OTHER = "nothing was gathered there", "a rank holds something else"
@@ -34,6 +37,8 @@ class Based(Model):
     ) -> None:
         super().__init__(rank, ranks, seed, dtype)
         shards = [(size, dtype) for size in SIZES]
+        if kind == "node":
+            levels.pretend(levels.nodes_of(2, ranks // 2))
         self.slots = comm.allocate_bases(shards, kind, dist.group.WORLD, self.device)
         for one, slot in zip(self.agreed, self.slots, strict=True):
             one.hold(slot)
@@ -60,13 +65,22 @@ ranks_and_pieces = pytest.mark.parametrize(
 )
 
 
+@pytest.mark.parametrize("ranks", [4, pytest.param(6, marks=pytest.mark.full)])
+@pytest.mark.parametrize("pieces", [False, True])
+def test_a_node_keeps_a_copy_on_its_devices(
+    route: CudaBackend, monkeypatch: pytest.MonkeyPatch, ranks: int, pieces: bool
+) -> None:
+    """Right bits; nothing but agreements between nodes in a gather that copies."""
+    test_steps(route, monkeypatch, ranks, pieces, "node")
+
+
 @pytest.mark.parametrize("kind", ["device", "host"])
 @ranks_and_pieces
 def test_steps(route: CudaBackend, monkeypatch: pytest.MonkeyPatch, ranks: int, pieces: bool, kind: str) -> None:
     if pieces:
         in_pieces(monkeypatch)
     modes = list(enumerate(world.ALL_MODES))
-    for seed, mode in {2: modes[-1:], 3: modes[:4], 4: modes[4:]}[ranks]:
+    for seed, mode in {2: modes[-1:], 3: modes[:4], 4: modes[4:], 6: modes[:2]}[ranks]:
         dtype = (torch.bfloat16, torch.float32, torch.float16)[seed % 3]
         world.run(steps, ranks, seed, dtype, kind, seed=seed, modes=mode, route=route)
         row = gathers()
@@ -84,9 +98,9 @@ def test_host_memory_of_nodes(route: CudaBackend, monkeypatch: pytest.MonkeyPatc
         world.run(steps, sum(map(len, nodes)), seed, torch.bfloat16, "host", seed=seed, route=route)
 
 
-def twice(rank: int, ranks: int, seed: int) -> None:
+def twice(rank: int, ranks: int, seed: int, kind: str = "host") -> None:
     """The same parameters twice in a version, from two streams that nothing orders."""
-    model = Based(rank, ranks, seed, torch.bfloat16, "host")
+    model = Based(rank, ranks, seed, torch.bfloat16, kind)
     before = len(mine().counters.waits)
     first, second = (model.gather([1, 2, 3, 4], True) for _ in range(2))
     assert len(mine().counters.waits) == before, "copies from host memory are not waited for"
@@ -94,9 +108,31 @@ def twice(rank: int, ranks: int, seed: int) -> None:
 
 
 def test_a_base_is_written_before_it_is_read(route: CudaBackend, monkeypatch: pytest.MonkeyPatch) -> None:
+    for seed in range(3):
+        world.run(twice, 4, seed, "node", seed=seed, route=route)
     monkeypatch.setattr(topology, "by_node", lambda *call: [[0], [1]])
     for seed in range(3):
         world.run(twice, 2, seed, seed=seed, route=route)
+
+
+def between_nodes(rank: int, ranks: int) -> None:
+    """Bytes between nodes: none of those of a gather that copies, but the hashes of the first one of a size class."""
+    model, nodes = Based(rank, ranks, 1, kind="node"), levels.nodes_of(2, ranks // 2)
+    for numbers in ([1, 2, 3, 4], [2], [2, 3], [4]):
+        if numbers == [1, 2, 3, 4]:
+            for number in numbers:
+                assert all(model.gather([number])())
+        for turn in range(2):
+            before = bytes_sent(nodes)
+            assert all(model.gather(numbers)())
+            assert turn == 0 or bytes_sent(nodes) == before
+    model.step(1)  # a trained parameter is a difference, the frozen one of the same gather a copy
+    assert all(model.gather([2, 3, 4])())
+
+
+def test_a_copy_of_a_node_sends_nothing_to_other_nodes(route: CudaBackend) -> None:
+    for seed in range(3):
+        world.run(between_nodes, 4, seed=seed, route=route)
 
 
 def never_stepping(rank: int, ranks: int) -> str:
@@ -115,9 +151,9 @@ def test_a_program_without_steps_looks_too(route: CudaBackend, monkeypatch: pyte
         assert "gathered before, and changed since" in said
 
 
-def broken(rank: int, ranks: int, edit: Callable[[Based], None]) -> None:
+def broken(rank: int, ranks: int, edit: Callable[[Based], None], kind: str = "device") -> None:
     """A base that changes between two steps on one rank alone."""
-    model = Based(rank, ranks, 3)
+    model = Based(rank, ranks, 3, kind=kind)
     for turn in range(3):
         assert all(model.gather([1, 2, 3, 4])())
         if turn == 0 and rank == 1:
@@ -130,10 +166,23 @@ def _bit(model: Based) -> None:
     model.slots[2].memory[0, 5:6].view(torch.int16).bitwise_xor_(1)
 
 
-def test_a_base_that_differs(route: CudaBackend) -> None:
-    """One bit of one rank's base: that parameter goes in full on all ranks, once."""
-    world.run(broken, 2, _bit, route=route)
-    assert gathers()["differences"] == {FULL: 2 * 4, OTHER: 2, "": 2 * (4 * 4 - 5)}
+def _forgotten(model: Based) -> None:
+    model.slots[2].filled = False
+
+
+def _another_version(model: Based) -> None:
+    model.slots[2].version += 1
+
+
+@pytest.mark.parametrize(("ranks", "kind"), [(2, "device"), (4, "node")])
+@pytest.mark.parametrize("edit", [_bit, _forgotten, _another_version], ids=lambda one: one.__name__)
+def test_a_base_that_differs(route: CudaBackend, edit: Callable[[Based], None], ranks: int, kind: str) -> None:
+    """One bit, or what one rank alone knows of its base: that parameter goes in full on all ranks, once."""
+    world.run(broken, ranks, edit, kind, route=route)
+    said = dict(gathers()["differences"])
+    if edit is _forgotten:  # on one rank it is the first gather into the base
+        said[OTHER], said[FULL] = said[OTHER] + 1, said[FULL] - 1
+    assert said == {FULL: ranks * 4, OTHER: ranks, "": ranks * (4 * 4 - 5)}
 
 
 def changed(rank: int, ranks: int, later: bool) -> None:
@@ -225,7 +274,7 @@ def _early_read(patch: pytest.MonkeyPatch) -> None:
 def test_a_mistake_is_noticed(route: CudaBackend, monkeypatch: pytest.MonkeyPatch, mistake: Callable[..., Any]) -> None:
     mistake(monkeypatch)
     with pytest.raises((AssertionError, pytest.fail.Exception, comm.CommError)):
-        test_a_base_that_differs(route)
+        test_a_base_that_differs(route, _bit, 2, "device")
         test_changes(route, changed, (False,))
         test_a_base_is_written_before_it_is_read(route, monkeypatch)
         test_steps(route, monkeypatch, 2, False, "device")
@@ -258,3 +307,57 @@ def test_a_mistake_with_shared_memory_is_noticed(
     with pytest.raises((AssertionError, comm.CommError)):
         for seed in range(20):
             world.run(steps, 2, seed, torch.bfloat16, "host", seed=seed, route=route)
+
+
+def _another_row(patch: pytest.MonkeyPatch) -> None:
+    """A rank gets the row of another one."""
+    forward = gather.forward
+
+    def crossed(ctx: Any, rows: torch.Tensor, *of: Any) -> None:
+        forward(ctx, rows, *of)
+        if ctx.rank == 0:
+            rows[1].copy_(rows[3])
+
+    patch.setattr(gather, "forward", crossed)
+
+
+def _hasty_exchange(patch: pytest.MonkeyPatch) -> None:
+    """An exchange does not wait for the copy into the base, or out of it."""
+    patch.setattr(Streams, "wire", lambda streams: streams.on(proof.Stage.WIRE))
+
+
+def _hasty_call(patch: pytest.MonkeyPatch) -> None:
+    """Nothing waits for the caller, who has put its shard into the output."""
+    patch.setattr(Streams, "begin", lambda streams: None)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    "mistake", [_no_proof, _early_read, _another_row, _hasty_exchange, _hasty_call], ids=lambda one: one.__name__
+)
+def test_a_mistake_with_a_node_is_noticed(
+    route: CudaBackend, monkeypatch: pytest.MonkeyPatch, mistake: Callable[..., Any]
+) -> None:
+    """Before the optimizer step, by the simulator, wrong words or the comparison of the first copies."""
+    mistake(monkeypatch)
+    with pytest.raises((AssertionError, Fault, pytest.fail.Exception, comm.CommError)):
+        world.run(between_nodes, 4, route=route)
+        test_a_base_that_differs(route, _bit, 4, "node")
+        for seed in range(3):
+            world.run(twice, 4, seed, "node", seed=seed, route=route)
+
+
+def looked_at(rank: int, ranks: int) -> str:
+    """Copies whose words nobody compares with the right ones: a collective says so before the step."""
+    model = Based(rank, ranks, 1, kind="node")
+    for _ in range(2):
+        model.start([1, 2, 3, 4], later=False)
+    with pytest.raises(comm.CommError) as raised:
+        comm.check_frames(model.device, config=CONFIG)
+    return str(raised.value)
+
+
+def test_the_first_copies_are_compared(route: CudaBackend, monkeypatch: pytest.MonkeyPatch) -> None:
+    _another_row(monkeypatch)
+    for said in world.run(looked_at, 4, route=route).values:
+        assert "layers.2.weight: its copy on the devices of a node is wrong" in said

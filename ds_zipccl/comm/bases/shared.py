@@ -1,5 +1,5 @@
-"""The memory of bases for gathers into new memory, such as ZeRO-3's: a copy of the gathered tensor, for each rank or for all ranks of a
-node."""
+"""The memory of bases for gathers into new memory, such as ZeRO-3's: a copy of the gathered tensor for each rank, for all ranks of a node
+in host memory, or spread over the devices of a node."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from ds_zipccl import devices, tensors
 from ds_zipccl.comm import topology
 from ds_zipccl.comm.bases import host_memory
-from ds_zipccl.comm.group_state import group_state
+from ds_zipccl.comm.group_state import group_nodes, group_state
+from ds_zipccl.comm.topology import Levels
 from ds_zipccl.comm.work import CommError
 from ds_zipccl.telemetry import counters
 
@@ -29,7 +30,7 @@ _CHUNK = 1 << 20
 _memcmp = ctypes.CDLL(None).memcmp
 _memcmp.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
 
-#: The memory in use that :func:`allocate_bases` has allocated, with its bytes and the number of ranks that share it.
+#: The memory in use that :func:`allocate_bases` has allocated, with its bytes and the number of ranks that share it, 0 for that of devices.
 _pools: list[tuple[StorageWeakRef, int, int]] = []
 counters.count_memory("copies of gathered parameters", lambda: sum(size for _, size, _ in _alive()))
 
@@ -39,14 +40,16 @@ def _alive() -> list[tuple[StorageWeakRef, int, int]]:
 
 
 def held_share() -> int:
-    """Return this rank's part of the memory in use: the bytes divided by the number of ranks that share them."""
-    return sum(size // node_ranks for _, size, node_ranks in _alive())
+    """Return this rank's part of the host memory in use: the bytes divided by the number of ranks that share them."""
+    return sum(size // node_ranks for _, size, node_ranks in _alive() if node_ranks)
 
 
 @dataclass(eq=False)
 class BaseSlot:
     """Memory for the shards of one tensor. ``memory`` is ``[ranks, numel]``; all ranks in ``node_ranks``, this rank included, share it.
 
+    ``levels``: of a slot of kind "node", None for the other kinds. ``memory`` then is ``[nodes, numel]`` on this rank's device, the shards
+    of ``levels.peers``: the devices of a node have all shards together, each device its own rank's and those of its peers on other nodes.
     ``filled``: the slot holds the result of a gather. ``serial``: the slot's number in the group, equal on all ranks. ``shared``: some
     ranks of the group share memory; equal on all ranks. ``asked``: the number of gathers that were asked to fill the slot, equal on all
     ranks at the same point of the program. ``version``: the number of the gather that has filled the slot. ``freed``: see :meth:`free`.
@@ -60,6 +63,16 @@ class BaseSlot:
     asked: int = 0
     version: int = 0
     freed: bool = False
+    levels: Levels | None = None
+
+    def fits(self, ranks: int, numel: int, dtype: torch.dtype) -> bool:
+        """Return whether the slot is for a gather over so many ranks of shards of ``numel`` elements. Equal on all ranks."""
+        rows = ranks if self.levels is None else len(self.levels.nodes)
+        return self.memory.dtype is dtype and self.memory.shape == (rows, numel)
+
+    def own(self, rank: int) -> torch.Tensor:
+        """Return the shard of this rank, whose number in the group is ``rank``."""
+        return self.memory[rank if self.levels is None else self.levels.node]
 
     def free(self) -> None:
         """Give the memory back; no gather has this base any more. All ranks of the group call, once no work on a device reads it."""
@@ -80,12 +93,14 @@ def allocate_bases(
 ) -> list[BaseSlot]:
     """Return memory for the gathered contents of several tensors, one slot for each tensor.
 
-    A collective: every rank calls with the same shards and kind, and blocks. Takes ``ranks * numel * itemsize`` bytes a tensor, rounded up.
+    A collective: every rank calls with the same shards and kind, and blocks. Takes ``ranks * numel * itemsize`` bytes per tensor, rounded
+    up; ``nodes * numel * itemsize`` with kind "node".
 
     Args:
         shards: (elements, dtype) of each tensor's shard, equal on every rank of the group.
         kind: "host": memory of the host, one copy for all ranks of a node; its pages are locked if ``device`` is another one. "device":
-            memory of ``device``, a copy for each rank.
+            memory of ``device``, a copy for each rank. "node": memory of ``device``, a part of one copy on each rank of a node;
+            :func:`node_refused` has no reason against it.
         device: the device of the gathers.
 
     Raises:
@@ -100,14 +115,34 @@ def allocate_bases(
     device = torch.device(device)
     node_ranks = next(node for node in nodes if rank in node)
     shared = len(nodes) < ranks
-    sizes = _sizes(shards, ranks)
+    levels = Levels.of(group_nodes(group), rank, ranks) if kind == "node" else None
+    rows = ranks if levels is None else len(levels.nodes)
+    sizes = _sizes(shards, rows)
     pool = _shared(sum(sizes), node_ranks, group, kind, device)
-    _pools[:] = [*_alive(), (StorageWeakRef(pool.untyped_storage()), sum(sizes), len(node_ranks))]
+    _pools[:] = [*_alive(), (StorageWeakRef(pool.untyped_storage()), sum(sizes), len(node_ranks) * (kind == "host"))]
     found = []
     for (numel, dtype), part in zip(shards, pool.split(sizes), strict=True):
-        memory = part[: ranks * numel * dtype.itemsize].view(dtype).view(ranks, numel)
-        found.append(BaseSlot(memory, node_ranks, next(serials), shared=shared))
+        memory = part[: rows * numel * dtype.itemsize].view(dtype).view(rows, numel)
+        found.append(BaseSlot(memory, node_ranks, next(serials), shared=shared, levels=levels))
     return found
+
+
+def node_refused(group: dist.ProcessGroup) -> str:
+    """Return why the devices of a node cannot keep a copy together for gathers of a group; "" if they can. Equal on all ranks."""
+    nodes = group_nodes(group)
+    sizes = sorted({len(ranks) for ranks in nodes})
+    if len(nodes) < 2:
+        return "all its ranks are in one node, and nothing is sent between nodes"
+    if len(sizes) > 1:
+        return f"its nodes have {sizes[0]} to {sizes[-1]} ranks, and a copy is spread over equally many"
+    if sizes == [1]:
+        return "it has one rank per node, on which a whole copy would lie"
+    if any(
+        len({after - before for before, after in itertools.pairwise(ranks)}) > 1
+        for ranks in topology.local_ranks(nodes)
+    ):
+        return "its ranks lie on its nodes in no regular order"
+    return ""
 
 
 @tensors.undisturbed()

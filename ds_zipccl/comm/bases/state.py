@@ -53,9 +53,7 @@ class GatheredParameter:
     def fitting(self, ranks: int, dtype: torch.dtype) -> BaseSlot | None:
         """Return the base of gathers over so many ranks in a dtype, None if there is none. Equal on all ranks."""
         found = self.slot()
-        if found is None or not self.numel or found.memory.dtype is not dtype:
-            return None
-        return found if found.memory.shape == (ranks, self.numel) else None
+        return found if found is not None and self.numel and found.fits(ranks, self.numel, dtype) else None
 
     def forget(self) -> None:
         """End the version: the shard changes. All ranks of the group call, before one of them uses the changed shard. Does not block."""

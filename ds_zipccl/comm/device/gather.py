@@ -21,6 +21,7 @@ from ds_zipccl.comm.device.bases.proof import PROOF_WORDS, holds, proof
 from ds_zipccl.comm.device.context import DeviceContext
 from ds_zipccl.comm.device.sizes import agree
 from ds_zipccl.comm.device.streams import Stage
+from ds_zipccl.comm.topology import Levels
 from ds_zipccl.frame import HEADER_BYTES
 from ds_zipccl.kernels.cuda.jobs import GatherTable, Parameter, frame_bytes
 from ds_zipccl.policy import wire
@@ -217,13 +218,22 @@ def all_gather(ctx: DeviceContext, whole: torch.Tensor, own: torch.Tensor, in_le
         ctx.transport.all_gather(whole, own)
         return
     levels, rows = ctx.cut.levels, whole.view(ctx.size, own.numel())  # rows of an empty part too
-    mates = [rank for rank in levels.node_ranks if rank != ctx.rank]
-    first = [*mates, *(rank for rank in levels.peers if rank != ctx.rank)]
+    first = [rank for rank in (*levels.node_ranks, *levels.peers) if rank != ctx.rank]
     ctx.transport.exchange({rank: rows[rank] for rank in first}, dict.fromkeys(first, own))
-    for ranks in levels.nodes:
-        if ctx.rank not in ranks:
-            coming = {mate: rows[ranks[place]] for place, mate in enumerate(levels.node_ranks) if mate != ctx.rank}
-            ctx.transport.exchange(coming, dict.fromkeys(mates, rows[ranks[levels.local_rank]]))
+    forward(ctx, rows, levels, [ranks for ranks in levels.nodes if ctx.rank not in ranks])
+
+
+def forward(ctx: DeviceContext, rows: torch.Tensor, levels: Levels, nodes: Sequence[Sequence[int]]) -> None:
+    """Bring the rows of this rank's peers on some nodes to the other ranks of its node, which bring those of theirs: an exchange inside the
+    node for each of ``nodes``. Work of the current stream.
+
+    Args:
+        rows: a row for each rank of the group, ``[ranks, ...]``; each row is contiguous.
+    """
+    others = [rank for rank in levels.node_ranks if rank != ctx.rank]
+    for ranks in nodes:
+        coming = {rank: rows[ranks[place]] for place, rank in enumerate(levels.node_ranks) if rank != ctx.rank}
+        ctx.transport.exchange(coming, dict.fromkeys(others, rows[ranks[levels.local_rank]]))
 
 
 def put_own(ctx: DeviceContext, shards: Sequence[Shard]) -> None:

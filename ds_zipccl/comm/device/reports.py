@@ -21,6 +21,9 @@ _CHANGED = 0
 _REMEDY = (
     "outside of an optimizer step: change parameters with deepspeed.zero.GatheredParameters(..., modifier_rank=...)"
 )
+#: What is said of a shard whose words are not those of its last gather, and of one of which some rank had other words.
+CHANGED_SINCE = f"gathered before, and changed since; {_REMEDY}"
+WRONG_COPY = 'its copy on the devices of a node is wrong: look at the hardware, or set "zero3_base": "host"'
 #: Code of a refused frame -> the reason, for users.
 _REASONS: dict[int, str] = {
     FrameErrorCode.OVERFLOWED: f"larger than agreed; the tensor was changed after the ranks had agreed on sizes, {_REMEDY}"
@@ -35,7 +38,7 @@ class Reports:
         with torch.inference_mode(False):  # written in inference mode and outside
             self.words = tensors.filled(_WORDS + _SHARD_WORDS, NO_FAILURE, torch.int64, device)
         self._names: dict[tuple[str, Sequence[str]], int] = {}
-        self._shards: dict[tuple[str, Sequence[str]], int] = {}
+        self._shards: dict[tuple[str, Sequence[str], str], int] = {}
         self._end = _WORDS
 
     def word(self, name: str, frames: Sequence[str] = ()) -> torch.Tensor:
@@ -46,10 +49,12 @@ class Reports:
             self._names[key] = number
         return self.words[number : number + 1]
 
-    def note_changes(self, name: str, shards: Sequence[str], last: torch.Tensor, now: torch.Tensor) -> None:
-        """Report the shards of an operation ``name`` whose hashes, two words each, differ. Work of the current stream, of two launches: the
-        host takes most of its time in a gather that copies for launches of small kernels."""
-        key, numel = (name, tuple(shards)), 2 * len(shards)
+    def note_changes(
+        self, name: str, shards: Sequence[str], last: torch.Tensor, now: torch.Tensor, said: str = CHANGED_SINCE
+    ) -> None:
+        """Report the shards of an operation ``name`` whose hashes, two words each, differ; ``said``: of such a shard. Work of the current
+        stream, of two launches: the host takes most of its time in a gather that copies for launches of small kernels."""
+        key, numel = (name, tuple(shards), said), 2 * len(shards)
         start, changed = self._shards.get(key), last != now
         if start is None and self._end + numel < len(self.words):
             start = self._shards[key] = self._end
@@ -78,11 +83,11 @@ class Reports:
                 sender = "" if failure.rank is None else f" of group rank {failure.rank}"
                 reason = _REASONS.get(failure.code, "damaged")
                 said.append(f"{name}: {frame}{sender} refused: {FrameError(failure.code, reason)}")
-        for (name, shards), start in self._shards.items():
+        for (name, shards, text), start in self._shards.items():
             changed = [shard for at, shard in enumerate(shards, start // 2) if _CHANGED in words[2 * at : 2 * at + 2]]
-            said += [f"{name}: {shard}: gathered before, and changed since; {_REMEDY}" for shard in changed]
+            said += [f"{name}: {shard}: {text}" for shard in changed]
         if words[-1] == _CHANGED:
-            said.append(f"one of the later gathers: a shard was gathered before, and changed since; {_REMEDY}")
+            said.append(f"one of the later gathers: a shard was {CHANGED_SINCE}; or {WRONG_COPY}")
         return "; ".join(said)
 
 

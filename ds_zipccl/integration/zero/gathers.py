@@ -13,7 +13,7 @@ from ds_zipccl import comm
 from ds_zipccl.comm import GatheredParameter, topology
 from ds_zipccl.comm import engine as comm_engine
 from ds_zipccl.comm.bases import host_memory
-from ds_zipccl.comm.bases.shared import BaseSlot, choose_fitting, held_share
+from ds_zipccl.comm.bases.shared import BaseSlot, choose_fitting, held_share, node_refused
 from ds_zipccl.comm.group_state import group_nodes, group_size, group_state, resolve_group
 from ds_zipccl.config import ZipcclConfig
 from ds_zipccl.integration import hints, hook_points
@@ -207,6 +207,9 @@ def _usable(
     where = f"on {device.type} over {backend}"
     dtypes = admission.difference_dtypes(device.type, backend)
     reason = _never_differs(config)
+    if not reason and config.zero3_base == "node":
+        refused = node_refused(group) if streams else "its ranks share host memory"
+        reason = f'no group {where} keeps parameters by node, as {refused}: set "host"' if refused else ""
     if not reason and not dtypes:
         reason = f"no differences {where}{': nccl is off' if streams and off else ''}"
     if not reason and any(one.state is None for one in params):
@@ -229,6 +232,10 @@ def _usable(
 
 def _size(bases: Sequence[BaseSlot]) -> str:
     nbytes = sum(base.memory.nbytes for base in bases)
+    if bases and bases[0].levels is not None:
+        return (
+            f"{nbytes / 1e6:.1f} MB on every rank, one copy for the {len(bases[0].levels.node_ranks)} ranks of a node"
+        )
     node_ranks = max((len(base.node_ranks) for base in bases), default=1)
     where = f"shared by the {node_ranks} ranks of a node" if node_ranks > 1 else "on every rank"
     return f"{nbytes / 1e6:.1f} MB, {where}"

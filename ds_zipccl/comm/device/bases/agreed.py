@@ -8,9 +8,10 @@ A shard that is written to within a version is no wrong word: the encoder codes 
 has a flag in its header. Decoders on all other ranks refuse such a frame, write NaN, and report. The next agreement of any operation stops
 all ranks, and names the parameter; :func:`check_frames` makes such an agreement, for the moment before words are final.
 
-A parameter may have a base, see :mod:`.proof`. The agreement then has the sizes of differences and the proof too. The first gather of a
-version sends differences, or full frames where the proof fails, and the base keeps the result. Later gathers of the version send nothing:
-they copy the base. Each rank compares its own shard with the base, and reports a change.
+A parameter may have a base, see :mod:`.proof`. The agreement then has the sizes of differences, the kind and the version of the base and
+the proof too: what a rank holds decides nothing unless all ranks hold it. The first gather of a version sends differences, or full frames
+where the proof fails, and the base keeps the result. Later gathers of the version send nothing between nodes: they copy the base. Each rank
+compares its own shard with the base, and reports a change; copies inside a node (:mod:`.node`) are compared from time to time.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from ds_zipccl import tensors
 from ds_zipccl.comm.bases.shared import BaseSlot
 from ds_zipccl.comm.bases.state import AGREEMENT, NOTHING_THERE, SOMETHING_ELSE, GatheredParameter, Way
 from ds_zipccl.comm.device import gather
-from ds_zipccl.comm.device.bases import proof
+from ds_zipccl.comm.device.bases import node, proof
 from ds_zipccl.comm.device.context import DeviceContext
 from ds_zipccl.comm.device.gather import Piece, Plan, Shard
 from ds_zipccl.comm.device.sizes import agree
@@ -41,6 +42,8 @@ from ds_zipccl.telemetry import counters
 _PLANS = 1024
 #: Gathers that copy bases between two agreements (seed: more than a training step has; a program without steps looks as often as this).
 COPIES_UNCHECKED = 4096
+#: Optimizer steps after which copies inside a node are compared again (default, not tuned: a thousandth of the gain).
+LOOK_CHECKS = 1000
 
 
 #: A frame whose size is asked for: the own shard of its parameter, the base of a difference, and its piece of the shard.
@@ -77,14 +80,16 @@ class Agreed(GatheredParameter):
         #: A number of this process that no other agreement has; 0 before the first.
         self.version = 0
         self._kind: _Kind | None = None
+        self._held = 0  # the largest version of any rank's base, when the version began
 
     def forget(self) -> None:
         """See :meth:`.GatheredParameter.forget`."""
         super().forget()
         self._kind = None
 
-    def _agreed(self, kind: _Kind, sizes: Sequence[int], deltas: Sequence[int] | None = None) -> None:
-        """Begin a version. ``deltas`` None: the base is not filled, or the proof has failed."""
+    def _agreed(self, kind: _Kind, sizes: Sequence[int], deltas: Sequence[int] | None = None, held: int = 0) -> None:
+        """Begin a version. ``deltas`` None: the base is not filled, or the proof has failed. ``held``: the largest version of any base."""
+        self._held = held
         self._kind, self.sizes, self.version = kind, {Way.FULL: sizes, Way.DELTA: deltas or ()}, next(_versions)
         self.way = Way.FULL if deltas is None else Way.DELTA
 
@@ -92,14 +97,19 @@ class Agreed(GatheredParameter):
         """Note that the base holds the words of this version after a gather of :attr:`way`."""
         reason = SOMETHING_ELSE if base.filled else NOTHING_THERE
         counters.record_difference(ctx.role, ctx.op, reason if self.way is Way.FULL else "")
+        if self.way is not Way.COPY:
+            base.version = self._held + 1
         base.filled, self.way = True, Way.COPY
 
 
 class _Unchecked:
     """``copies``: gathers of a group that have copied bases since its last agreement here; None if no gather by agreed sizes has come
-    since."""
+    since. ``checks``: calls of :func:`check_frames`, one for each optimizer step. ``looked``: size classes of the copies inside a node that
+    were compared since the last :data:`LOOK_CHECKS` of them."""
 
-    copies: int | None = None
+    def __init__(self) -> None:
+        self.copies: int | None = None
+        self.checks, self.looked = 0, set[int]()
 
 
 _versions = itertools.count(1)
@@ -126,25 +136,29 @@ def agree_all(
     missing = [(one, words, kind) for one, words, kind in missing if one._kind != kind]
     if not missing:
         return 0
-    bases = [one.fitting(ctx.size, kind.dtype) for one, _, kind in missing]
-    held = [base if base is not None and base.filled else None for base in bases]
-    if any(held):
+    bases = [
+        one.fitting(ctx.size, kind.dtype) for one, _, kind in missing
+    ]  # equal on all ranks, and `filled` only if nothing failed
+    if any(base.filled for base in bases if base is not None):
         ctx.streams.order(Stage.DECODE, Stage.ENCODE)  # earlier gathers have written the bases
     labels: list[Hashable] = []
     asked: list[torch.Tensor] = []
     for dtype, way in itertools.product(dict.fromkeys(kind.dtype for *_, kind in missing), (Way.FULL, Way.DELTA)):
         coded: list[_Asked] = []
-        for number, ((one, words, kind), base) in enumerate(zip(missing, held, strict=True)):
+        for number, ((one, words, kind), base) in enumerate(zip(missing, bases, strict=True)):
             if kind.dtype is dtype and (way is Way.FULL or base is not None):
                 some = [piece for piece in kind.pieces(one.numel) if kind.codes(piece, way)]
                 coded += [(words, base if way is Way.DELTA else None, piece) for piece in some]
                 labels += [(way, number, piece.start) for piece in some]
         if coded:
             asked.append(_sizes(ctx, coded, dtype))
-    for number, base in enumerate(held):
-        if base is not None:
-            asked.append(proof.proof_of(base, number, ctx))
-            labels += [(number, word) for word in range(proof.PROOF_WORDS)]
+    based = {number: base for number, base in enumerate(bases) if base is not None}
+    if based:
+        asked.append(proof.states_of(list(based.values()), ctx))
+        labels += [("state", number, word) for number in based for word in range(proof.STATE_WORDS)]
+    for number, base in based.items():
+        asked.append(proof.proof_of(base, number, ctx))
+        labels += [("proof", number, word) for word in range(proof.proof_words(base))]
     answer = dict(zip(labels, _agreement(ctx, asked), strict=True)) if asked else {}
     for number, (one, _, kind) in enumerate(missing):
         full, delta = (
@@ -154,17 +168,24 @@ def agree_all(
             ]
             for way in (Way.FULL, Way.DELTA)
         )
-        proven = held[number] is not None and proof.holds([answer[number, word] for word in range(proof.PROOF_WORDS)])
-        one._agreed(kind, full, delta if proven else None)
+        if number not in based:
+            one._agreed(kind, full)
+            continue
+        state = [answer["state", number, word] for word in range(proof.STATE_WORDS)]
+        words = [answer["proof", number, word] for word in range(proof.proof_words(based[number]))]
+        one._agreed(kind, full, delta if proof.proves(state, words) else None, proof.version_of(state))
     return len(missing)
 
 
 def _sizes(ctx: DeviceContext, pieces: Sequence[_Asked], dtype: torch.dtype) -> torch.Tensor:
-    """Return the bytes of each frame as :func:`.gather.encoded_sizes` does, of pieces of shards in a dtype, all with a base or all without.
+    """Return the bytes of each frame as :func:`.gather.encoded_sizes` does, of pieces of shards in a dtype, all with a base or all without;
+    0 against a base that is not filled.
 
     Words that are copied, from another dtype or from a base in host memory, are copied as many at a time as the memory for frames allows.
     That memory belongs to the encoding stream.
     """
+    count, filled = len(pieces), [number for number, (_, base, _) in enumerate(pieces) if base is None or base.filled]
+    pieces = [pieces[number] for number in filled]
     most = sum(piece.numel for *_, piece in pieces)
     if any(words.dtype is not dtype or (base and proof.is_away(base, ctx)) for words, base, _ in pieces):
         most = wire.frame_numel(ctx.budget // 3, dtype.itemsize, 1)
@@ -179,10 +200,15 @@ def _sizes(ctx: DeviceContext, pieces: Sequence[_Asked], dtype: torch.dtype) -> 
     with ctx.streams.on(Stage.ENCODE):
         for chunk in chunks:
             words = [gather.part_of(own, piece).to(dtype) for own, _, piece in chunk]
-            rows = [(base.memory[ctx.rank], piece) for _, base, piece in chunk if base]
+            rows = [(base.own(ctx.rank), piece) for _, base, piece in chunk if base]
             lasts = [proof.on_device(gather.part_of(row, piece), ctx) for row, piece in rows]
             found.append(gather.encoded_sizes(ctx, words, lasts or None))
-        return torch.cat(found)
+        if len(filled) == count:
+            return torch.cat(found)
+        sizes = tensors.filled(count, 0, torch.int64, ctx.device)
+        for number, size in zip(filled, torch.cat(found) if found else (), strict=True):
+            sizes[number : number + 1].copy_(size)
+        return sizes
 
 
 def gather_parameters(ctx: DeviceContext, own: torch.Tensor, whole: torch.Tensor, parameters: Sequence[Agreed]) -> None:
@@ -207,8 +233,7 @@ def gather_parameters(ctx: DeviceContext, own: torch.Tensor, whole: torch.Tensor
     based = [(number, base) for number, base in enumerate(held) if base is not None]
     rows: Sequence[torch.Tensor] = whole.view(ctx.size, -1).split(list(shard.sizes), 1) if based else ()
     read = [(number, base) for number, base in based if ways[number] is not Way.FULL]
-    laid_out = proof.lay_out([(base, rows[number]) for number, base in read], ctx)
-    lasts = {number: last for (number, _), last in zip(read, laid_out, strict=True)}
+    lasts = _lay_out(ctx, shard, {number: (base, rows[number]) for number, base in read}, ways)
     starts = [0, *itertools.accumulate(shard.sizes)]
     for way, plan in _plans_of(ctx, shard, parameters, ways):
         places = [(piece.parameter, piece.start - starts[piece.parameter], piece.numel) for piece in plan.pieces]
@@ -223,7 +248,27 @@ def gather_parameters(ctx: DeviceContext, own: torch.Tensor, whole: torch.Tensor
         unchecked.copies += 1
         shards = own.split(list(shard.sizes))
         some = [lasts[number] for number in copied], [shards[number] for number in copied]
-        proof.watch(proof.stage_of(read[0][1], ctx), *some, [shard.names[number] for number in copied], ctx)
+        names = [shard.names[number] for number in copied]
+        proof.watch(proof.stage_of(read[0][1], ctx), *some, names, ctx)
+        size_class = whole.nbytes.bit_length()
+        if any(base.levels is not None for _, base in read) and size_class not in unchecked.looked:
+            unchecked.looked.add(size_class)
+            node.look(ctx, names, [rows[number] for number in copied], some[1])
+
+
+def _lay_out(
+    ctx: DeviceContext, shard: Shard, read: dict[int, tuple[BaseSlot, torch.Tensor]], ways: Sequence[Way]
+) -> dict[int, torch.Tensor]:
+    """Give an output the shards of the other ranks from bases, which are all of one kind. Return this rank's shards of the last gather, on
+    the device, by the numbers of their parameters."""
+    bases = list(read.values())
+    if not bases or bases[0][0].levels is None:
+        return dict(zip(read, proof.lay_out(bases, ctx), strict=True))
+    if all(way is Way.COPY for way in ways):
+        node.copy_whole(ctx, bases, shard)
+    else:
+        node.copy_columns(ctx, bases)
+    return {number: base.own(ctx.rank) for number, (base, _) in read.items()}
 
 
 def _plans_of(
@@ -264,8 +309,12 @@ def agree_ahead(
 def check_frames(device: torch.device, group: dist.ProcessGroup | None, config: ZipcclConfig, role: str) -> None:
     """See :func:`ds_zipccl.comm.engine.check_frames`."""
     state = group_state(group)
-    if state is None or state.of(_Unchecked).copies is None:
+    unchecked = None if state is None else state.of(_Unchecked)
+    if unchecked is None or unchecked.copies is None:
         return
+    unchecked.checks += 1
+    if unchecked.checks % LOOK_CHECKS == 0:
+        unchecked.looked.clear()
     with torch.inference_mode(), tensors.undisturbed():
         _agreement(DeviceContext(AGREEMENT, resolve_group(group), config, role, config.codec, device), [])
 

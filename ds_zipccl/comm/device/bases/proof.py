@@ -3,9 +3,10 @@
 The proof of a region is the largest hash of any rank and the largest inverted hash, which shows the least hash: they are equal if all
 ranks hold equal words. An agreement carries them next to the sizes of frames. A proof reads the region once.
 
-The :class:`.BaseSlot` of a parameter lies on the device, a copy for each rank, or in host memory, a copy for all ranks of a node. Host
-memory is read and written by copies in stream order. The ranks of a node write different shards. Their writes follow the gather's own
-collective, before which every rank has read the old words. A collective of one word follows the writes, and every later read follows that.
+The :class:`.BaseSlot` of a parameter lies on the device, a copy for each rank or a part of one (:mod:`.node`), or in host memory, a copy
+for all ranks of a node. Host memory is read and written by copies in stream order. The ranks of a node write different shards. Their
+writes follow the gather's own collective, before which every rank has read the old words. A collective of one word follows the writes, and
+every later read follows that.
 """
 
 from __future__ import annotations
@@ -19,11 +20,16 @@ from ds_zipccl import tensors
 from ds_zipccl.codecs.known import key_words
 from ds_zipccl.comm.bases.shared import BaseSlot
 from ds_zipccl.comm.device.context import DeviceContext
+from ds_zipccl.comm.device.sizes import to_device
 from ds_zipccl.comm.device.streams import Stage
 from ds_zipccl.comm.group_state import hash_key
 
 #: Words of a proof of one region: both halves of the hash, each followed by the inverted half.
 PROOF_WORDS = 4
+#: Words of the state of a base, and that of one that is not filled.
+STATE_WORDS, _EMPTY = 2, -1
+#: Bits of a state below those of the version.
+_KIND_BITS = 2
 #: Less than every word of a proof.
 _LEAST = -(1 << 63)
 
@@ -44,21 +50,50 @@ def holds(words: Sequence[int]) -> bool:
     return all(most == ~inverted for most, inverted in zip(words[::2], words[1::2], strict=True))
 
 
+def states_of(bases: Sequence[BaseSlot], ctx: DeviceContext) -> torch.Tensor:
+    """Return the words, :data:`STATE_WORDS` of each base, that show after :func:`.sizes.agree` whether all ranks hold bases of one kind and
+    version. Once before an agreement."""
+    found = []
+    for base in bases:
+        state = (base.version << _KIND_BITS | (base.levels is not None) << 1 | base.shared) if base.filled else _EMPTY
+        found += [state, ~state]
+    with ctx.streams.on(Stage.ENCODE):
+        return to_device(ctx.streams, found)
+
+
+def proves(state: Sequence[int], words: Sequence[int]) -> bool:
+    """Return whether agreed words of :func:`states_of` and :func:`proof_of` prove that all ranks hold a base."""
+    return state[0] != _EMPTY and holds(state) and holds(words)
+
+
+def version_of(state: Sequence[int]) -> int:
+    """Return the largest version of any rank's base; -1 if no rank has filled it."""
+    return state[0] >> _KIND_BITS
+
+
+def proof_words(base: BaseSlot) -> int:
+    """Return the number of words of :func:`proof_of`: ranks of a node that hold different shards have a proof each."""
+    return PROOF_WORDS * (1 if base.levels is None else len(base.levels.node_ranks))
+
+
 def proof_of(base: BaseSlot, number: int, ctx: DeviceContext) -> torch.Tensor:
     """Return the proof of a whole base; of several ranks that share the memory one reads it. ``number`` tells bases apart."""
     with ctx.streams.on(Stage.ENCODE):
-        if base.node_ranks[number % len(base.node_ranks)] == ctx.rank:
-            return proof(ctx, [on_device(base.memory.view(-1), ctx)])
-        return tensors.filled(PROOF_WORDS, _LEAST, torch.int64, ctx.device)
+        words = tensors.filled(proof_words(base), _LEAST, torch.int64, ctx.device)
+        place = 0 if base.levels is None else base.levels.local_rank
+        if base.filled and base.node_ranks[number % len(base.node_ranks)] == ctx.rank:
+            own = proof(ctx, [on_device(base.memory.view(-1), ctx)])
+            words[place * PROOF_WORDS : (place + 1) * PROOF_WORDS].copy_(own)
+        return words
 
 
 def stage_of(base: BaseSlot, ctx: DeviceContext) -> Stage:
     """Return the stream that reads a base for an output.
 
     Shared memory is read on the encoding stream: the gather's own collective follows the read, and the writes of all ranks follow the
-    collective.
+    collective. So does the exchange inside a node.
     """
-    return Stage.ENCODE if is_away(base, ctx) or base.shared else Stage.DECODE
+    return Stage.ENCODE if is_away(base, ctx) or base.shared or base.levels is not None else Stage.DECODE
 
 
 def lay_out(bases: Sequence[tuple[BaseSlot, torch.Tensor]], ctx: DeviceContext) -> list[torch.Tensor]:
@@ -78,7 +113,7 @@ def lay_out(bases: Sequence[tuple[BaseSlot, torch.Tensor]], ctx: DeviceContext) 
                 else:
                     rows[: ctx.rank].copy_(base.memory[: ctx.rank])
                     rows[ctx.rank + 1 :].copy_(base.memory[ctx.rank + 1 :])
-                own.append(on_device(base.memory[ctx.rank], ctx))
+                own.append(on_device(base.own(ctx.rank), ctx))
     if bases:
         ctx.streams.order(Stage.ENCODE, Stage.DECODE)
     return own
@@ -90,6 +125,9 @@ def keep(bases: Sequence[tuple[BaseSlot, torch.Tensor]], ctx: DeviceContext) -> 
         return
     with ctx.streams.on(Stage.DECODE):
         for base, rows in bases:
+            if base.levels is not None:
+                base.memory.copy_(rows[base.levels.peer_rows])
+                continue
             count, place = len(base.node_ranks), list(base.node_ranks).index(ctx.rank)
             part = slice(place * ctx.size // count, (place + 1) * ctx.size // count)
             words = rows[part].contiguous() if is_away(base, ctx) else rows[part]
