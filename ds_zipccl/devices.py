@@ -39,12 +39,26 @@ class Runtime(Protocol):
     def mem_get_info(self, device: torch.device) -> tuple[int, int]:
         """Return the bytes of memory of ``device`` that are free, and all."""
 
+    def memory_reserved(self, device: torch.device) -> int:
+        """Return the bytes of memory of ``device`` that torch's allocator has, in use or not."""
+
+    def memory_allocated(self, device: torch.device) -> int:
+        """Return the bytes of memory of ``device`` that tensors use."""
+
     def get_device_properties(self, device: torch.device) -> Any:
         """Return the properties of ``device``; ``multi_processor_count`` is one of them."""
 
 
 #: device type -> runtime. A device that is not here has no streams: its work is done when a call returns.
 RUNTIMES: dict[str, Runtime] = {"cuda": torch.cuda}
+
+
+def free_memory(device: torch.device) -> int | None:
+    """Return the bytes of memory of ``device`` that new tensors may have; None for a device without a runtime."""
+    found = runtime(device)
+    if found is None:
+        return None
+    return found.mem_get_info(device)[0] + found.memory_reserved(device) - found.memory_allocated(device)
 
 
 def is_capturing(device: torch.device) -> bool:

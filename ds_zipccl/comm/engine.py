@@ -89,9 +89,9 @@ class Engine:
     ) -> None:
         """See :func:`check_frames`. An engine whose calls raise by themselves has nothing to check."""
 
-    def bases_gain(self, group: dist.ProcessGroup, device: str) -> bool:
-        """Return whether copies of bases in host memory are faster than gathers of a group; equal on all ranks."""
-        return True
+    def kinds_of_bases(self, group: dist.ProcessGroup, device: str) -> tuple[str, ...]:
+        """Return the kinds of bases of which copies are faster than gathers of a group, the fastest first; equal on all ranks."""
+        return ("host",)
 
     # --- a job, which tells all engines
 

@@ -146,10 +146,10 @@ class Request:
         """Return the arguments that contexts of all kinds have."""
         return self.op, resolve_group(self.group), self.options.config, self.options.role, codec
 
-    def facts(self) -> tuple[str | None, int, bool, bool, LossyCodec | None]:
+    def facts(self) -> tuple[str | None, int, bool, bool, LossyCodec | None, bool]:
         """Return the fields of :class:`.admission.Message` from ``reduce_op`` on."""
         name, nodes, told = self.sum.reduction.op or None, len(self.sum.nodes), self.options
-        return name, nodes, self.based, self.plain_sums, told.lossy
+        return name, nodes, self.based, self.plain_sums, told.lossy, self.copied
 
     @property
     def based(self) -> bool:
@@ -158,6 +158,15 @@ class Request:
             return self.base is not None  # nearly every call of a job ends here
         ranks, dtype = group_size(self.group), self.tensor.dtype
         return all(one.fitting(ranks, dtype) is not None for one in self.parameters)
+
+    @property
+    def copied(self) -> bool:
+        """Return whether most of a gather comes from bases for as long as nobody changes its parameters: those of "auto" are frozen, and
+        with "node" a backward pass gathers what its forward pass has gathered."""
+        if not self.parameters or self.options.config.zero3_base not in ("auto", "node"):
+            return False
+        based = sum(one.numel for one in self.parameters if one.slot() is not None)
+        return 2 * based > sum(one.numel for one in self.parameters)
 
     @property
     def plain_sums(self) -> bool:

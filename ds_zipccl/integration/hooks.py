@@ -137,12 +137,25 @@ def _configure_zero(original: Callable[..., Any], engine: Any, *args: Any, **kwa
         return optimizer
     versions.begin(optimizer, engine.module.named_parameters(), config, engine.device)
     if config.zero3_base != "off" and not hook_points.lacking("bases"):
+        engine.ds_zipccl_waiting = gathers.Waiting() if _has_room(engine) else None
+        trains = type(optimizer).__name__ != _WITHOUT_STEPS
         engine.ds_zipccl_bases, said = gathers.allocate_bases(
-            engine.module.parameters(), config, engine.device, trains=type(optimizer).__name__ != _WITHOUT_STEPS
+            engine.module.parameters(), config, engine.device, trains=trains, waiting=engine.ds_zipccl_waiting
         )
-        if said and torch.distributed.get_rank() == 0:
-            print(f"[ds_zipccl] zero3_base {config.zero3_base}: {said}", flush=True)
+        _say_bases(config, said)
     return optimizer
+
+
+def _has_room(engine: Any) -> bool:
+    """Return whether the config of an engine leaves it to ZeRO-3 how much memory of the device parameters take."""
+    zero = engine._config.zero_config
+    least = type(zero).model_fields["max_live_parameters"].default
+    return zero.offload_param is None and zero.max_live_parameters >= least
+
+
+def _say_bases(config: ZipcclConfig, said: str) -> None:
+    if said and torch.distributed.get_rank() == 0:
+        print(f"[ds_zipccl] zero3_base {config.zero3_base}: {said}", flush=True)
 
 
 def _take_step(original: Callable[..., Any], engine: Any, *args: Any, **kwargs: Any) -> Any:
@@ -156,6 +169,10 @@ def _take_step(original: Callable[..., Any], engine: Any, *args: Any, **kwargs: 
     with hints.hinting(stepping=stage), lossy_state.stepping(engine, job.config.lossy_roles):
         result = original(engine, *args, **kwargs)
     comm_engine.end_step(engine)
+    if waiting := getattr(engine, "ds_zipccl_waiting", None):
+        found, said = waiting.end_step(job.config, engine.device)
+        engine.ds_zipccl_bases += found
+        _say_bases(job.config, said)
     if job.step_log is not None:
         job.step_log.write(engine.global_steps, rates)
     interval = job.config.log_interval
@@ -235,7 +252,7 @@ def _destroy(original: Callable[..., Any], engine: Any, *args: Any, **kwargs: An
         comm_engine.finish(engine.device)
     for base in bases or ():
         base.free()
-    engine.ds_zipccl_bases = None
+    engine.ds_zipccl_bases = engine.ds_zipccl_waiting = None
     lossy_state.forget(engine)
     return original(engine, *args, **kwargs)
 

@@ -41,7 +41,8 @@ class Message:
     ``numel`` counts the elements of the whole message (the output of a gather, the input of a reduce-scatter). It is None where ranks may
     see different sizes (all-to-all). ``device`` is a device type. ``reduce_op`` is the name in ``torch.distributed.ReduceOp``. ``nodes``:
     the number of nodes of a sum in two levels, 0 for all other operations. ``based``: ranks may hold the result of an earlier gather.
-    ``plain_sums``: the sum is the plain collective's own. ``lossy``: the codec that may change the values in the message.
+    ``plain_sums``: the sum is the plain collective's own. ``lossy``: the codec that may change the values in the message. ``copied``: most
+    of a gather comes from bases of unchanged parameters, without a message.
     """
 
     op: str
@@ -56,6 +57,7 @@ class Message:
     based: bool = False
     plain_sums: bool = False
     lossy: LossyCodec | None = None
+    copied: bool = False
 
     @property
     def nbytes(self) -> int | None:
@@ -317,7 +319,7 @@ def _on_stream(message: Message, config: ZipcclConfig) -> str:
         return PassReason.NOT_ON_DEVICE.of(message.op)
     if config.codec not in CODES:
         return PassReason.DEVICE.of(f"{message.device} for codec {config.codec}")
-    small = message.nbytes is not None and message.nbytes < config.nccl_min_bytes
+    small = message.nbytes is not None and message.nbytes < config.nccl_min_bytes and not message.copied
     return str(PassReason.SMALL.value) if small else ""
 
 

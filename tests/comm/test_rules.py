@@ -575,24 +575,27 @@ def test_choices_without_doubts_lose(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_rules() -> None:
-    """Bases in host memory gain on networks slower than the bus."""
+    """Bases in host memory gain on networks slower than the bus, those on devices where a node has several that are faster."""
     rows = {name: (topology, profile) for name, (topology, profile, *_) in TABLE.items()}
     assert {name for name, row in rows.items() if sums_of(*row) == "fp32"} == {"100G a node", "25G TCP a node"}
     assert {name for name, row in rows.items() if not moves_may_gain(*row)} == {"8x400G", "8x200G"}
     gaining = {"100G a node", "25G TCP a node", "1 GPU, 100G", "4 PCIe GPUs, 100G"}
-    assert {name for name, row in rows.items() if base_copies.gain(*row)} == gaining
+    spread = {"8x200G", "8x100G", "400G a node", "100G a node", "25G TCP a node"}
+    kinds = {name: base_copies.gaining(*row) for name, row in rows.items()}
+    assert {name for name, found in kinds.items() if "host" in found} == gaining
+    assert {name for name, found in kinds.items() if found[:1] == ("node",)} == spread
 
 
 @pytest.mark.parametrize("gbits", [1, 10, 100])
 def test_gathers_of_unchanged_parameters_are_copied_from_a_size_on(gbits: int) -> None:
     """From a smaller one than coded gathers; nothing is sent."""
     topology, profile = Topology(2, 1), node(1, gbits)
-    least = base_copies.least_bytes(topology, profile)
+    least = base_copies.least_bytes("host", topology, profile)
     assert 0 < least < least_bytes(topology, profile, waits=0) / 2
     for size in (0.9, 1.01, 10):
         copied = cost_model.GAINING * (profile.launch + size * least / profile.bus)
         assert (plain_seconds(GATHER, size * least, topology, profile) > copied) == (size > 1)
-    assert math.isinf(base_copies.least_bytes(topology, replace(profile, bus=profile.network / 3)))
+    assert math.isinf(base_copies.least_bytes("host", topology, replace(profile, bus=profile.network / 3)))
 
 
 def test_nodes_that_are_not_even_and_groups_inside_one_have_plain_sums() -> None:

@@ -154,13 +154,14 @@ def automatic(
     device: torch.device = CPU,
     fitting: Any = None,
     other: str = "",
+    waiting: gathers.Waiting | None = None,
     **memory: Any,
 ) -> tuple[list[tuple[Any, ...]], list[Any], str]:
     """Allocations that were asked for, the parameters that have a base, and the sentence; ``limit`` bytes fit. ``other``: what rank 1 says
     of the parameters that it trains, "": the same."""
     made = Memory(monkeypatch, **memory)
 
-    def first_that_fit(shards: Any, share: int, group: Any, device: Any) -> tuple[list[int], int]:
+    def first_that_fit(shards: Any, share: int, group: Any, device: Any, kind: str) -> tuple[list[int], int]:
         left, chosen = limit, []
         for number, (numel, dtype) in enumerate(shards):
             if 2 * numel * dtype.itemsize <= left:
@@ -173,7 +174,7 @@ def automatic(
     monkeypatch.setattr(gathers, "resolve_group", lambda group: DATA)
     monkeypatch.setattr(gathers.dist, "get_rank", lambda: 0)
     monkeypatch.setattr(gathers.topology, "tell", lambda group, text: {0: text, 1: other or text})
-    kept, said = gathers.allocate_bases(params, config, device, trains=trains)
+    kept, said = gathers.allocate_bases(params, config, device, trains=trains, waiting=waiting)
     return made.asked, [param for param in params if slot_of(param) in kept], said
 
 
@@ -187,7 +188,7 @@ def test_by_itself_only_frozen_parameters_have_bases(monkeypatch: pytest.MonkeyP
     asked, have, said = automatic(monkeypatch, params, node_ranks=2)
     assert asked == [([SHARD, SHARD], "host", DATA, "cpu")] and have == [params[0], params[2]]
     assert said == "0.0 MB, shared by the 2 ranks of a node, for 2 frozen parameters"
-    said = 'none: no gathered parameter is frozen now; "host" is for trained ones too'
+    said = 'none: no gathered parameter is frozen now; "host" and "node" are for trained ones too'
     assert automatic(monkeypatch, [parameter(0), frozen(1, persist=True)]) == ([], [], said)
     assert automatic(monkeypatch, [frozen(0)], size=1) == ([], [], "")
     assert automatic(monkeypatch, params, other="ftt")[1] == [params[0]]  # which gathers send is no matter of one rank
@@ -225,8 +226,8 @@ def test_nothing_by_itself_where_gathers_pass(monkeypatch: pytest.MonkeyPatch) -
     param, reasons = frozen(0, ds_zipccl_state=Agreed("first", 100)), [PassReason.INSIDE_NODE, None]
     more: dict[str, Any] = {"device": torch.device("cuda"), "backend": "nccl"}
     monkeypatch.setattr(gathers.comm_engine, "never_coded", lambda op, group, device: reasons.pop(0))
-    gains = [True, False]
-    engine = SimpleNamespace(bases_gain=lambda group, device: gains.pop(0))
+    kinds = [(), ("host",), ()]
+    engine = SimpleNamespace(kinds_of_bases=lambda group, device: kinds.pop(0))
     monkeypatch.setattr(gathers.comm_engine, "engine_of", lambda state, device: engine)
     on = replace(AUTO, nccl="on")
     asked, _, said = automatic(monkeypatch, [param], on, **more)
@@ -237,9 +238,62 @@ def test_nothing_by_itself_where_gathers_pass(monkeypatch: pytest.MonkeyPatch) -
     assert asked and not reasons
     reasons += [None]
     asked, _, said = automatic(monkeypatch, [param], on, **more)
-    assert not asked and said.endswith("0.0 MB: the network is faster than host memory on cuda over nccl")
+    assert not asked and said.endswith("0.0 MB: the network is faster than the memory of bases on cuda over nccl")
     asked, _, said = automatic(monkeypatch, [frozen(0, ds_zipccl_state=None)], replace(AUTO, nccl="off"), **more)
     assert not asked and said.endswith("no differences on cuda over nccl: nccl is off")
+
+
+def test_devices_of_a_node_keep_frozen_parameters_after_two_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where they are faster than host memory; a quarter of what is free then, or the limit of the user. Otherwise the host keeps them."""
+    refused, fails = [""], [False]
+    kinds = SimpleNamespace(kinds_of_bases=lambda group, device: ("node", "host"))
+    monkeypatch.setattr(gathers.comm_engine, "never_coded", lambda op, group, device: None)
+    monkeypatch.setattr(gathers.comm_engine, "engine_of", lambda state, device: kinds)
+    monkeypatch.setattr(gathers, "node_refused", lambda group: refused[0])
+    monkeypatch.setattr(gathers.devices, "free_memory", lambda device: 1 << 30)
+    keep, shares = Memory.keep, []
+
+    def fitting(shards: Any, share: int, group: Any, device: Any, kind: str) -> tuple[list[int], int]:
+        shares.append((kind, share >> 20))
+        return list(range(len(shards))), share
+
+    def failing(memory: Memory, shards: Any, kind: str, *more: Any) -> list[BaseSlot]:
+        if kind == "node" and fails[0]:
+            raise CommError("no memory, as planted")
+        return keep(memory, shards, kind, *more)
+
+    monkeypatch.setattr(Memory, "keep", failing)
+    cuda, on = torch.device("cuda"), replace(AUTO, nccl="on")
+    more: dict[str, Any] = {"device": cuda, "backend": "nccl", "fitting": fitting}
+    for mib, allowed, fails[0], found in (
+        (0, 256, False, ["node"]),
+        (64, 32, False, ["node"]),
+        (0, 256, True, ["host"]),
+    ):
+        config, shares[:] = replace(on, zero3_base_mib=mib), []
+        params, waiting = [frozen(0, ds_zipccl_state=Agreed("first", 100))], gathers.Waiting()
+        asked, have, said = automatic(monkeypatch, params, config, waiting=waiting, **more)
+        assert (
+            not asked
+            and not have
+            and said.startswith("after 2 steps, in the memory that the devices of a node have left")
+        )
+        assert waiting.end_step(config, cuda) == ([], "") and not shares
+        bases, said = waiting.end_step(config, cuda)
+        assert len(bases) == 1 and said.endswith("for 1 frozen parameters" + ": no memory, as planted" * fails[0])
+        assert shares[0] == ("node", allowed) and [kind for kind, _ in shares[-1:]] == found
+        assert waiting.end_step(config, cuda) == ([], "")
+    params = [frozen(0, ds_zipccl_state=Agreed("first", 100))]
+    asked, *_ = automatic(monkeypatch, params, on, **more)  # an engine that leaves no room for them
+    refused[0] = "as planted"
+    asked += automatic(monkeypatch, params, on, waiting=gathers.Waiting(), **more)[0]
+    assert asked == [([SHARD], "host", DATA, "cuda")] * 2
+    asked, _, said = automatic(monkeypatch, params, replace(on, zero3_base="node"), **more)
+    assert (
+        not asked
+        and said
+        == '0.0 MB, on every rank; no group on cuda over nccl keeps parameters by node, as as planted: set "host"'
+    )
 
 
 @pytest.mark.parametrize(("mib", "shares"), [(0, [50, 40]), (64, [12, 2])])
@@ -248,7 +302,7 @@ def test_groups_share_the_limit(monkeypatch: pytest.MonkeyPatch, mib: int, share
     monkeypatch.setattr(gathers.host_memory, "available", lambda: 400 << 20)
     held, asked = [20 << 20], []
 
-    def fitting(shards: Any, share: int, group: Any, device: Any) -> tuple[list[int], int]:
+    def fitting(shards: Any, share: int, group: Any, device: Any, kind: str) -> tuple[list[int], int]:
         asked.append(share / (1 << 20))
         held[0] += 10 << 20
         return [0], share

@@ -19,6 +19,7 @@ from sim import streams
 from ds_zipccl.comm.device import calibration, choice, engine
 from ds_zipccl.comm.device.context import DeviceContext
 from ds_zipccl.comm.group_state import device_profile, group_state, of_all_groups, resolve_group
+from ds_zipccl.comm.request import Request
 from ds_zipccl.comm.steps import OTHER_STEPS
 from ds_zipccl.config import ConfigError, ZipcclConfig
 from ds_zipccl.kernels.cuda.backend import CudaBackend
@@ -267,6 +268,7 @@ def may_copy(rank: int, ranks: int, based: int, base: str) -> PassReason | None:
         op="all_gather_into_tensor", tensor=torch.empty(0, device=f"cuda:{rank}"), group=None, options=options, parameters=agreed,
         sum=SimpleNamespace(op=None), numel=2 << 20, nbytes=lambda: 8 << 20,
     )  # fmt: skip
+    request.copied = Request.copied.fget(request)  # type: ignore[attr-defined]
     return engine.StreamEngine().passes_now(request)  # type: ignore[arg-type]
 
 
@@ -277,6 +279,7 @@ def may_copy(rank: int, ranks: int, based: int, base: str) -> PassReason | None:
         (1, "auto", PassReason.BREAK_EVEN),
         (0, "auto", PassReason.BREAK_EVEN),
         (2, "host", PassReason.BREAK_EVEN),
+        (2, "node", None),
     ],
 )
 def test_small_gathers_copy_their_bases(

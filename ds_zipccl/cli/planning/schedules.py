@@ -67,7 +67,7 @@ class DeviceSchedules:
 
     def lines(self) -> list[StepTraffic]:
         found = step.traffic(self.args)
-        if self.args.zero3_base == "auto" and not base_copies.gain(self.topology, self.profile):
+        if self.args.zero3_base == "auto" and not base_copies.gaining(self.topology, self.profile):
             return [replace(line, coding=EXPONENTS) if line.coding == COPIED else line for line in found]
         return found
 

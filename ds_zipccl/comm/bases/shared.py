@@ -147,23 +147,29 @@ def node_refused(group: dist.ProcessGroup) -> str:
 
 @tensors.undisturbed()
 def choose_fitting(
-    shards: Sequence[tuple[int, torch.dtype]], share: int, group: dist.ProcessGroup, device: torch.device | str = "cpu"
+    shards: Sequence[tuple[int, torch.dtype]],
+    share: int,
+    group: dist.ProcessGroup,
+    device: torch.device | str = "cpu",
+    kind: str = "host",
 ) -> tuple[list[int], int]:
-    """Choose the tensors to which :func:`allocate_bases` gives host memory: the largest first, as many as fit.
+    """Choose the tensors to which :func:`allocate_bases` gives memory of a kind: the largest first, as many as fit.
 
     A collective: every rank calls with the same shards, and blocks.
 
     Args:
-        share: bytes by which this rank may make the memory of its node smaller. The ranks of a node bring their shares together, and the
-            poorest node counts.
+        share: bytes by which this rank may make the memory of its node, or of its device, smaller. For host memory the ranks of a node
+            bring their shares together. The poorest node or device counts.
+        kind: "host" or "node".
 
     Returns:
-        The numbers of the chosen tensors, ascending, and the bytes that the group may take on a node; equal on all ranks.
+        The numbers of the chosen tensors, ascending, and the bytes that the group may take on a node, or on a device; equal on all ranks.
     """
     rank = dist.get_rank(group)
-    node_ranks = next(node for node in _nodes(group) if rank in node)
-    left = limit = _least(max(0, share) * len(node_ranks), group, torch.device(device))
-    sizes, chosen = _sizes(shards, dist.get_world_size(group)), []
+    together = len(next(node for node in _nodes(group) if rank in node)) if kind == "host" else 1
+    left = limit = _least(max(0, share) * together, group, torch.device(device))
+    rows = dist.get_world_size(group) if kind == "host" else len(group_nodes(group))
+    sizes, chosen = _sizes(shards, rows), []
     for number in sorted(range(len(shards)), key=lambda number: -sizes[number]):
         if sizes[number] <= left:
             left -= sizes[number]

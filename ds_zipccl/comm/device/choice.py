@@ -82,12 +82,12 @@ def settle(config: ZipcclConfig, device: torch.device) -> Settled | None:
 @dataclass(frozen=True)
 class Rule:
     """The static rule of a group's moves: why they pass, None if they may be coded; the least bytes of a coded gather, without a wait of
-    the host and with one; whether copies of bases in host memory are faster than coded gathers; the least bytes of such a copy, and of a
-    coded sum of two ranks."""
+    the host and with one; the kinds of bases of which copies are faster than coded gathers, the fastest first; the least bytes of a copy
+    of the first kind, and of a coded sum of two ranks."""
 
     reason: PassReason | None
     least: tuple[float, float]
-    host_bases: bool = True
+    bases: tuple[str, ...] = ("host",)
     least_copy: float = 0.0
     least_sum: float = 0.0
 
@@ -103,9 +103,10 @@ def rule_of(topology: Topology, profile: DeviceProfile | None, one_queue: bool =
     if not cost_model.moves_may_gain(topology, profile):
         return Rule(PassReason.NETWORK_IS_FASTER, (0.0, 0.0))
     without, with_one = (cost_model.least_bytes(topology, profile, waits=waits) for waits in (0, 1))
-    copies = base_copies.gain(topology, profile), base_copies.least_bytes(topology, profile)
+    bases = base_copies.gaining(topology, profile)
+    least_copy = base_copies.least_bytes(bases[0] if bases else "host", topology, profile)
     least_sum = cost_model.least_bytes(topology, profile, waits=1, kind=SUM) if topology.ranks == 2 else 0.0
-    return Rule(None, (without, with_one), *copies, least_sum)
+    return Rule(None, (without, with_one), bases, least_copy, least_sum)
 
 
 class GroupChoice:
@@ -215,11 +216,11 @@ def never_coded(op: str, group: dist.ProcessGroup | None, device: str) -> PassRe
     return rule.reason
 
 
-def bases_gain(group: dist.ProcessGroup, device: str) -> bool:
-    """Return whether copies of bases in host memory are predicted to be faster than coded gathers of a group in stream order; true where
-    nothing was measured."""
+def kinds_of_bases(group: dist.ProcessGroup, device: str) -> tuple[str, ...]:
+    """Return the kinds of bases of which copies are predicted to be faster than coded gathers of a group in stream order, the fastest
+    first; host memory where nothing was measured."""
     rule = _rule(group, device)
-    return rule is None or rule.host_bases
+    return Rule.bases if rule is None else rule.bases
 
 
 def _agreed(config: ZipcclConfig, device: torch.device, spans: Sequence[tuple[Any, Any]]) -> list[float]:

@@ -54,10 +54,7 @@ class StreamEngine(Engine):
             return lossy_passes(role, config, group, moves=request.sum.op is None)
         if request.sum.op is None or request.sum.either(config):
             nbytes = None if request.numel is None else request.nbytes()
-            based = sum(one.numel for one in request.parameters if one.slot()) if config.zero3_base == "auto" else 0
-            # auto has bases of frozen parameters alone
-            copies = 2 * based > sum(one.numel for one in request.parameters)
-            reason = reason_to_pass(request.op, role, nbytes, config, group, device.type, copies=copies)
+            reason = reason_to_pass(request.op, role, nbytes, config, group, device.type, copies=request.copied)
             if reason is not None:
                 return reason
         chosen = OPS[request.op].traffic == "all_to_all" and config.mode_of(role) == "auto"
@@ -112,8 +109,8 @@ class StreamEngine(Engine):
     ) -> None:
         agreed.check_frames(device, group, config, role)
 
-    def bases_gain(self, group: dist.ProcessGroup, device: str) -> bool:
-        return choice.bases_gain(group, device)
+    def kinds_of_bases(self, group: dist.ProcessGroup, device: str) -> tuple[str, ...]:
+        return choice.kinds_of_bases(group, device)
 
     def settle(self, config: ZipcclConfig, device: torch.device) -> Settled | None:
         return choice.settle(config, device)

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from ds_zipccl import comm
+from ds_zipccl import comm, devices
 from ds_zipccl.comm import GatheredParameter, topology
 from ds_zipccl.comm import engine as comm_engine
 from ds_zipccl.comm.bases import host_memory
@@ -26,6 +26,9 @@ VERSIONS = "ds_zipccl_versions"
 #: With ``zero3_base`` auto: the part of the available memory that bases take without a limit of the user (admission: the rest is for the
 #: program, which may grow), and the part that stays free whatever the limit is.
 AUTO_PART, LEFT_PART = 4, 8
+#: Optimizer steps of an engine before its bases take memory of devices (limit: the first one makes the optimizer's state, the second one
+#: has the peak of the activations beside it).
+STEPS_BEFORE = 2
 
 
 #: DeepSpeed's own function for :func:`gathered_dtype`, if there is one: it knows autocast.
@@ -81,8 +84,30 @@ class Gathered(NamedTuple):
     state: GatheredParameter | None
 
 
+class Waiting:
+    """Parameters of an engine whose bases take memory of devices, once :data:`STEPS_BEFORE` optimizer steps have shown how much is left."""
+
+    def __init__(self) -> None:
+        self.parameters: list[Gathered] = []
+        self._steps = 0
+
+    def end_step(self, config: ZipcclConfig, device: torch.device) -> tuple[list[BaseSlot], str]:
+        """Note that an optimizer step of the engine has ended; see :func:`hold_bases`. A collective of all groups of the parameters at one
+        step, of all ranks at the same place of the program."""
+        self._steps += 1
+        if not self.parameters or self._steps < STEPS_BEFORE:
+            return [], ""
+        parameters, self.parameters = self.parameters, []
+        return hold_bases(parameters, config, device, trains=True, on_devices=True)
+
+
 def allocate_bases(
-    parameters: Iterable[Any], config: ZipcclConfig, device: torch.device, *, trains: bool = True
+    parameters: Iterable[Any],
+    config: ZipcclConfig,
+    device: torch.device,
+    *,
+    trains: bool = True,
+    waiting: Waiting | None = None,
 ) -> tuple[list[BaseSlot], str]:
     """Allocate a base for each parameter that ZeRO-3 frees after use, see :func:`hold_bases`; with ``zero3_base`` auto not for parameters
     on disk."""
@@ -92,7 +117,7 @@ def allocate_bases(
             on_disk = getattr(param.ds_tensor, "final_location", None) == "nvme"  # whose users have no memory to spare
             if not (config.zero3_base == "auto" and on_disk):
                 found.append(_gathered(param, trains))
-    return hold_bases(found, config, device, trains=trains)
+    return hold_bases(found, config, device, trains=trains, waiting=waiting)
 
 
 def _gathered(param: Any, trains: bool) -> Gathered:
@@ -101,14 +126,22 @@ def _gathered(param: Any, trains: bool) -> Gathered:
 
 
 def hold_bases(
-    gathered: Sequence[Gathered], config: ZipcclConfig, device: torch.device, *, trains: bool
+    gathered: Sequence[Gathered],
+    config: ZipcclConfig,
+    device: torch.device,
+    *,
+    trains: bool,
+    on_devices: bool = False,
+    waiting: Waiting | None = None,
 ) -> tuple[list[BaseSlot], str]:
-    """Allocate a base for each parameter; with ``zero3_base`` auto for those of them that are frozen and fit, in host memory: memory of the
-    device would hold the whole model on every rank, which sharding avoids. In groups in the order of streams bases are held with the
-    agreed sizes of the parameters. A collective of all groups of these parameters; blocks.
+    """Allocate a base for each parameter; with ``zero3_base`` auto for those of them that are frozen and fit, in host memory or spread over
+    the devices of a node, whichever is faster. A whole copy on each device would be the memory that sharding avoids. In groups in the order
+    of streams bases are held with the agreed sizes of the parameters. A collective of all groups of these parameters; blocks.
 
     Args:
         trains: there is an optimizer; otherwise all parameters are frozen.
+        on_devices: with ``zero3_base`` auto, memory of devices may be taken now.
+        waiting: gets the parameters for which memory of devices may be taken later; None: nothing is taken there later.
 
     Returns:
         The bases, which live as long as the caller holds the list, and a sentence for the user; "" where there is nothing to say.
@@ -123,45 +156,76 @@ def hold_bases(
     if auto:
         groups = {group: some for group, params in groups.items() if (some := _frozen(params))}
     if auto and not groups:
-        return [], 'none: no gathered parameter is frozen now; "host" is for trained ones too' if gathered else ""
+        return (
+            [],
+            'none: no gathered parameter is frozen now; "host" and "node" are for trained ones too' if gathered else "",
+        )
     if useless and not auto:
         return [], f"not used, as {useless}"
-    share, before = (_share(config), 0 if config.zero3_base_mib else held_share()) if auto else (0, 0)
+    host = _HostShare(config) if auto else None
     bases: list[BaseSlot] = []
     reasons: list[str] = []
-    for group, params in groups.items():
-        some, reason = _usable(params, config, device, trains)
+    later: list[Gathered] = []
+    for params in groups.values():
+        some, kinds, reason = _usable(params, config, device, trains, on_devices or waiting is not None)
         reasons.append(reason)
-        if not some:
-            continue
-        if auto:
-            shards = [(one.numel, one.dtype) for one in some]
-            chosen, limit = choose_fitting(shards, share - (held_share() - before), group, device)
-            if len(chosen) < len(some):
-                reasons.append(f"{limit / 1e6:.1f} MB are allowed on a node, see zero3_base_mib")
-            some = [some[number] for number in chosen]
-        try:
-            kind = "host" if auto else config.zero3_base
-            found = comm.allocate_bases([(one.numel, one.dtype) for one in some], kind, group, device)
-        except comm.CommError as error:  # on all ranks of the group
-            if not auto:
-                raise
-            reasons.append(str(error))
-            continue
-        for one, base in zip(some, found, strict=True):
-            assert one.state is not None  # only usable parameters have one
-            one.state.hold(base)
-        bases += found
+        if some and kinds[0] == "node" and waiting is not None and auto:
+            later += some
+        elif some:
+            found, said = _allocated(some, kinds, config, device, host)
+            bases += found
+            reasons += said
+    if waiting is not None:
+        waiting.parameters += later
     reasons = list(filter(None, reasons))
     if not auto:
         return bases, "; ".join([_size(bases), *reasons[-1:]])
     wanted = [one for params in groups.values() for one in params]
     why = f": {'; '.join(dict.fromkeys(reasons))}" if reasons else ""
+    if later and not bases:
+        return (
+            [],
+            f"after {STEPS_BEFORE} steps, in the memory that the devices of a node have left, for {len(later)} frozen parameters{why}",
+        )
     if not bases:
         nbytes = sum(group_size(one.group) * one.numel * one.dtype.itemsize for one in wanted)
         return [], f"nothing for {len(wanted)} frozen parameters of {nbytes / 1e6:.1f} MB{why}"
     count = f"{len(wanted)}" if len(bases) == len(wanted) else f"{len(bases)} of {len(wanted)}"
     return bases, f"{_size(bases)}, for {count} frozen parameters{why}"
+
+
+def _allocated(
+    params: Sequence[Gathered],
+    kinds: Sequence[str],
+    config: ZipcclConfig,
+    device: torch.device,
+    host: _HostShare | None,
+) -> tuple[list[BaseSlot], list[str]]:
+    """Give bases of the first of ``kinds`` for which there is memory to the parameters of one group. Return the bases, and why parameters
+    have none, or another kind. ``host``: with ``zero3_base`` auto the memory that the host has left for bases."""
+    group, reasons = params[0].group, []
+    for kind in kinds:
+        some = list(params)
+        if host is not None:
+            share = host.left() if kind == "host" else _device_share(config, device)
+            chosen, limit = choose_fitting([(one.numel, one.dtype) for one in some], share, group, device, kind)
+            if len(chosen) < len(some):
+                where = "node" if kind == "host" else "device"
+                reasons.append(f"{limit / 1e6:.1f} MB are allowed on a {where}, see zero3_base_mib")
+            some = [some[number] for number in chosen]
+        try:
+            found = comm.allocate_bases([(one.numel, one.dtype) for one in some], kind, group, device)
+        except comm.CommError as error:  # on all ranks of the group
+            if host is None:
+                raise
+            reasons.append(str(error))
+            continue
+        if found:
+            for one, base in zip(some, found, strict=True):
+                assert one.state is not None  # only usable parameters have one
+                one.state.hold(base)
+            return found, reasons
+    return [], reasons
 
 
 def _frozen(params: Sequence[Gathered]) -> list[Gathered]:
@@ -170,14 +234,38 @@ def _frozen(params: Sequence[Gathered]) -> list[Gathered]:
     return [one for one, marks in zip(params, zip(*told, strict=True), strict=True) if "t" not in marks]
 
 
+class _HostShare:
+    """The part of this rank in the host memory that bases may take. A limit of the user counts bases of earlier calls too."""
+
+    def __init__(self, config: ZipcclConfig) -> None:
+        self._share, self._before = _share(config), 0 if config.zero3_base_mib else held_share()
+
+    def left(self) -> int:
+        """Return the bytes that are left now."""
+        return self._share - (held_share() - self._before)
+
+
+def _device_share(config: ZipcclConfig, device: torch.device) -> int:
+    """Return the bytes that bases may take of the memory of this rank's device now."""
+    free = devices.free_memory(device)
+    if free is None:
+        return _share(config)
+    limit = (config.zero3_base_mib << 20) // _ranks_of_node() if config.zero3_base_mib else free // AUTO_PART
+    return min(limit, free - free // LEFT_PART)
+
+
 def _share(config: ZipcclConfig) -> int:
     """Return the bytes that the bases of this rank may take: the part of this rank in the limit of its node."""
     available = host_memory.available()
     limit = available // AUTO_PART
     if config.zero3_base_mib:
         limit = min(config.zero3_base_mib << 20, available - available // LEFT_PART)
+    return limit // _ranks_of_node()
+
+
+def _ranks_of_node() -> int:
     nodes, rank = group_nodes(resolve_group(None)), dist.get_rank()
-    return limit // next((len(node) for node in nodes if rank in node), group_size(None))
+    return next((len(node) for node in nodes if rank in node), group_size(None))
 
 
 def _never_differs(config: ZipcclConfig) -> str:
@@ -192,9 +280,10 @@ def _never_differs(config: ZipcclConfig) -> str:
 
 
 def _usable(
-    params: Sequence[Gathered], config: ZipcclConfig, device: torch.device, trains: bool
-) -> tuple[list[Gathered], str]:
-    """Return the parameters of one group whose gathers would use a base, and why those of other parameters would not; "" if there are none.
+    params: Sequence[Gathered], config: ZipcclConfig, device: torch.device, trains: bool, on_devices: bool
+) -> tuple[list[Gathered], Sequence[str], str]:
+    """Return the parameters of one group whose gathers would use a base, the kinds of bases that they may have, the best first, and why
+    gathers of other parameters would use none; "" if there are none. ``on_devices``: memory of devices may be taken with "auto".
 
     A base in host memory is faster to read than gloo on any link, also inside a node. On groups in the order of streams measured speeds
     decide: where moves pass for as long as the job runs, such as inside a node, nothing would read a base, and a network may be faster than
@@ -215,19 +304,22 @@ def _usable(
     if not reason and any(one.state is None for one in params):
         reason = f"no differences {where}: {'nccl is off' if off else 'no sizes are agreed on with this optimizer'}"
     auto = config.zero3_base == "auto"
+    kinds: Sequence[str] = ("host",) if auto else (config.zero3_base,)
     if not reason and streams and auto and config.mode_of("zero_param") == "auto":
         passes = comm_engine.never_coded("all_gather_into_tensor", group, device.type)
+        found = comm_engine.engine_of(members, device.type).kinds_of_bases(group, device.type)
+        kinds = [kind for kind in found if kind != "node" or (on_devices and not node_refused(group))]
         if passes is not None:
             reason = f"gathers {where} pass: {passes.value}"
-        elif not comm_engine.engine_of(members, device.type).bases_gain(group, device.type):
-            reason = f"the network is faster than host memory {where}"
+        elif not kinds:
+            reason = f"the network is faster than the memory of bases {where}"
     if reason:
-        return [], reason
+        return [], kinds, reason
     some = [one for one in params if one.dtype in dtypes]
     if some and streams and auto and not trains:
-        return [], "no optimizer step checks copies of bases there"
+        return [], kinds, "no optimizer step checks copies of bases there"
     others = dict.fromkeys(str(one.dtype).removeprefix("torch.") for one in params if one.dtype not in dtypes)
-    return some, f"no differences of {', '.join(others)} {where}" if others else ""
+    return some, kinds, f"no differences of {', '.join(others)} {where}" if others else ""
 
 
 def _size(bases: Sequence[BaseSlot]) -> str:

@@ -172,8 +172,8 @@ def agree_all(
             one._agreed(kind, full)
             continue
         state = [answer["state", number, word] for word in range(proof.STATE_WORDS)]
-        words = [answer["proof", number, word] for word in range(proof.proof_words(based[number]))]
-        one._agreed(kind, full, delta if proof.proves(state, words) else None, proof.version_of(state))
+        hashes = [answer["proof", number, word] for word in range(proof.proof_words(based[number]))]
+        one._agreed(kind, full, delta if proof.proves(state, hashes) else None, proof.version_of(state))
     return len(missing)
 
 

@@ -61,9 +61,9 @@ def states_of(bases: Sequence[BaseSlot], ctx: DeviceContext) -> torch.Tensor:
         return to_device(ctx.streams, found)
 
 
-def proves(state: Sequence[int], words: Sequence[int]) -> bool:
+def proves(state: Sequence[int], hashes: Sequence[int]) -> bool:
     """Return whether agreed words of :func:`states_of` and :func:`proof_of` prove that all ranks hold a base."""
-    return state[0] != _EMPTY and holds(state) and holds(words)
+    return state[0] != _EMPTY and holds(state) and holds(hashes)
 
 
 def version_of(state: Sequence[int]) -> int:
