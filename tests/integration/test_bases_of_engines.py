@@ -7,6 +7,7 @@ with a base, or to words whose frames do not fit, stops all ranks before the nex
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
 from collections.abc import Callable
@@ -30,6 +31,7 @@ from ds_zipccl.comm.bases.state import AGREEMENT, GATHER
 from ds_zipccl.comm.buffer_pool import PooledBuffers
 from ds_zipccl.comm.host import cached
 from ds_zipccl.comm.host import gather as host_gather
+from ds_zipccl.integration import hooks
 from ds_zipccl.integration.zero import gathers
 from ds_zipccl.policy.admission import PassReason
 from ds_zipccl.telemetry import counters
@@ -137,6 +139,24 @@ MISTAKES: dict[str, tuple[Any, str, Any]] = {
     "questions": (cached, "same_bits", lambda *tensors: True),
     "gathers": (host_gather, "gather_differences", blind_gather),
 }
+
+
+def prefer_devices() -> None:
+    """As where the devices of a node measure faster than its host memory, and the config leaves room for parameters. Ranks without a base
+    there fail at the end."""
+    usable, allocate, kinds = gathers._usable, gathers.comm.allocate_bases, set()
+
+    def preferred(*call: Any) -> tuple[Any, ...]:
+        some, _, reason = usable(*call)
+        return some, ("node", "host") if call[-1] else ("host",), reason
+
+    def noted(shards: Any, kind: str, *call: Any) -> Any:
+        kinds.add(kind)
+        return allocate(shards, kind, *call)
+
+    gathers._usable, gathers.comm.allocate_bases, hooks._has_room = preferred, noted, lambda engine: True
+    atexit.register(lambda: kinds == {"node"} or os._exit(1))
+
 
 # ---- tests ---------------------------------------------------------------------------------------------------------
 
@@ -257,7 +277,6 @@ if __name__ == "__main__":
         setattr(*MISTAKES[os.environ["MISTAKE"]])
     if node := int(os.environ.get("RANKS_OF_NODE", 0)):
         topology.here = lambda: f"node {int(os.environ['RANK']) // node}"
-        usable = gathers._usable  # as where devices of a node measure faster than its host memory
-        gathers._usable = lambda *call: (usable(*call)[0], ("node", "host")[not call[-1] :], usable(*call)[2])
+        prefer_devices()
     programs = CASES | {name: program for name, (program, *_) in STOPS.items()}
     rank_program(programs, os.environ.get("BACKEND"), make=Table, sizes=SIZES)
