@@ -20,15 +20,16 @@ Operations have the sizes of --ds-config, else DeepSpeed's. These keys change mo
   A bucket that is much smaller than the model has few owners, which take up to twice as long to receive the sums; ms includes that.
 * --delta auto: ZeRO-1 and ZeRO-2 gather parameters as differences from the last step. The ratio (4 for bf16) is that of the peak learning
   rate. It grows to between 10 and 70 as the rate decays: --delta-ratio.
-* --zero3-base auto: ZeRO-3 copies frozen parameters out of a base, which sends no values. At every copy each rank compares its shard, and
-  ranks agree once per step. host or device: trained parameters go as differences too. Only the first gather of a step finds changes
-  ("parameters, first"); those of the backward pass and of further micro-batches ("parameters, again") are copies.
+* --zero3-base auto: ZeRO-3 copies frozen parameters out of a base, which sends no values between nodes: from the host, or from the GPUs of
+  the node where they are faster. host, node or device: trained parameters go as differences too. Only the first gather of a step finds
+  changes ("parameters, first"); those of the backward pass and of further micro-batches ("parameters, again") are copies.
 
 Columns (also the keys of the rows in --json):
 
 * variant: plain: NCCL's rings over all n GPUs, which bring (n-1)/n of the bytes into every node. coded: as the job chooses, in mode auto
-  the fastest of coded and plain schedules.
-* how: plain, coded, differences or copies (of a base). calls: operations per step. ms: their time. speedup: plain ms / ms.
+  the fastest of coded and plain schedules. node: coded, with "zero3_base": "node", in total.
+* how: plain, coded, differences or copies (of a base). calls: operations per step. ms: their time. between_gb: GB that a node sends to
+  other nodes. speedup: plain ms / ms.
 
 Where autoep_size (--expert-parallel) shares experts out, only the ranks with the same ones move their parameters, and --tokens adds the
 exchanges of each layer: 2 forward and 2 backward of all its tokens, with even routing, without those that checkpointing repeats.
@@ -60,7 +61,7 @@ from ds_zipccl.tools.tables import Column
 
 COLUMNS: tuple[Column, ...] = (Column("network", width=17), Column("what", width=20), Column("op", width=14))
 COLUMNS += (Column("calls", ",d", 7), Column("variant", width=7), Column("how", width=11))
-COLUMNS += (Column("ms", ".1f", 10), Column("speedup", ".2f"))
+COLUMNS += (Column("ms", ".1f", 10), Column("between_gb", ".2f"), Column("speedup", ".2f"))
 #: Meaning of the options that are keys of the section, as in operations.SWITCHES.
 _ABOUT = ("ZeRO-1/2: gradients to their owners only", "parameters as differences", "ZeRO-3: place of the base")
 
@@ -188,7 +189,7 @@ def _check(args: argparse.Namespace) -> None:
         raise ToolError(f"autoep_size is {shared}, wanted is a divisor of experts and GPUs, part or multiple of a node")
     if args.dtype not in operations.ITEMSIZE:
         raise ToolError(f"--dtype is one of {', '.join(operations.ITEMSIZE)}, got {args.dtype}")
-    if args.zero3_base in ("host", "device") and (args.zero != 3 or args.delta == "off"):
+    if args.zero3_base not in ("auto", "off") and (args.zero != 3 or args.delta == "off"):
         raise ToolError(f"--zero3-base {args.zero3_base} is for differences of ZeRO-3: add --zero 3 and --delta auto")
     if args.delta_ratio is not None and not 1 <= args.delta_ratio < math.inf:
         raise ToolError(f"--delta-ratio must be at least 1, got {args.delta_ratio}")

@@ -93,6 +93,10 @@ class Engine:
         """Return the kinds of bases of which copies are faster than gathers of a group, the fastest first; equal on all ranks."""
         return ("host",)
 
+    def saved_by_bases(self, kind: str, nbytes: int, group: dist.ProcessGroup, device: str) -> float:
+        """Return the seconds that copies of a kind of base save in gathers of so many bytes; 0 where that is not known."""
+        return 0.0
+
     # --- a job, which tells all engines
 
     def settle(self, config: ZipcclConfig, device: torch.device) -> Settled | None:

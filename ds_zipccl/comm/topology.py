@@ -218,12 +218,6 @@ class Levels:
     def peers(self) -> Sequence[int]:
         return [ranks[self.local_rank] for ranks in self.nodes]
 
-    @property
-    def peer_rows(self) -> slice:
-        """``peers`` as a slice of the ranks of the group. There are several nodes, and the peers lie equally far from each other."""
-        first, second, *_ = peers = self.peers
-        return slice(first, peers[-1] + 1, second - first)
-
 
 def levels(nodes: Sequence[Sequence[int]]) -> bool:
     """Return whether there are several nodes with several ranks each, and the same number of ranks on all nodes."""
@@ -234,6 +228,11 @@ def local_ranks(nodes: Sequence[Sequence[int]]) -> list[list[int]]:
     """Return the ranks of each local rank: the ranks with the same place in their nodes, in the order of the nodes. Nodes have equally
     many."""
     return [list(ranks) for ranks in zip(*nodes, strict=True)]
+
+
+def peer_rows(peers: Sequence[int]) -> slice:
+    """Return the ranks with one local rank as a slice of those of the group. They are several, and lie equally far from each other."""
+    return slice(peers[0], peers[-1] + 1, peers[1] - peers[0])
 
 
 def ascending(nodes: Sequence[Sequence[int]]) -> bool:

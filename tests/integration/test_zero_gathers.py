@@ -187,8 +187,12 @@ def test_by_itself_only_frozen_parameters_have_bases(monkeypatch: pytest.MonkeyP
     params = [frozen(0), parameter(1), frozen(2), frozen(3, persist=True), torch.nn.Parameter(torch.zeros(3), False)]
     asked, have, said = automatic(monkeypatch, params, node_ranks=2)
     assert asked == [([SHARD, SHARD], "host", DATA, "cpu")] and have == [params[0], params[2]]
-    assert said == "0.0 MB, shared by the 2 ranks of a node, for 2 frozen parameters"
-    said = 'none: no gathered parameter is frozen now; "host" and "node" are for trained ones too'
+    further = '; "host" keeps trained ones too'
+    assert said.partition(further)[0] == "0.0 MB, shared by the 2 ranks of a node, for 2 frozen parameters"
+    said = (
+        'none: no gathered parameter is frozen now; "host" keeps trained ones too in 0.0 MB of each node\'s host memory: '
+        "backward passes and further micro-batches gather without a message"
+    )
     assert automatic(monkeypatch, [parameter(0), frozen(1, persist=True)]) == ([], [], said)
     assert automatic(monkeypatch, [frozen(0)], size=1) == ([], [], "")
     assert automatic(monkeypatch, params, other="ftt")[1] == [params[0]]  # which gathers send is no matter of one rank

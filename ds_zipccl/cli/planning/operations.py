@@ -22,7 +22,11 @@ PLAIN, CODED = "plain", "coded"
 #: Coding of a line -> the word of the column ``how``.
 HOW = {EXPONENTS: CODED, CHANGED: "differences", COPIED: "copies", LOSSY: LOSSY}
 #: Keys of the section that are options of ``plan``: values, the default first.
-SWITCHES = {"owner_only": ("auto", "off"), "delta": ("auto", "off"), "zero3_base": ("auto", "off", "host", "device")}
+SWITCHES = {
+    "owner_only": ("auto", "off"),
+    "delta": ("auto", "off"),
+    "zero3_base": ("auto", "off", "host", "node", "device"),
+}
 USUAL = {key: choices[0] for key, choices in SWITCHES.items()}
 
 
@@ -80,18 +84,21 @@ def mode_of(args: argparse.Namespace, line: StepTraffic) -> str:
 
 
 def is_small(args: argparse.Namespace, line: StepTraffic) -> bool:
-    """Return whether the section of the job leaves the messages of a line plain because of their size."""
+    """Return whether the section of the job leaves the messages of a line plain because of their size. Copies send none."""
     section: ZipcclConfig = args.section
-    least = max(section.min_bytes, section.nccl_min_bytes if args.backend == "nccl" else 0)
+    sent = args.backend == "nccl" and line.coding != COPIED
+    least = max(section.min_bytes, section.nccl_min_bytes if sent else 0)
     return max((nbytes for nbytes, _ in operations(args, line)), default=0) < least
 
 
 def proposals(args: argparse.Namespace) -> Iterator[argparse.Namespace]:
-    """Yield ``args`` with a key that often pays, where the user has made no choice: buckets that all ranks own; the base of fine-tuning."""
+    """Yield ``args`` with a key that often pays, where the user has made no choice: buckets that all ranks own; bases of trained
+    parameters."""
     if args.zero < 3 and args.owner_only == "auto" and not args.round_robin:
         yield argparse.Namespace(**vars(args) | {"round_robin": True})
     if args.zero == 3 and args.zero3_base == args.delta == "auto":
-        yield argparse.Namespace(**vars(args) | {"zero3_base": "host"})
+        for kind in ("node", "host")[args.gpus_per_node == 1 :]:
+            yield argparse.Namespace(**vars(args) | {"zero3_base": kind})
 
 
 def trained(args: argparse.Namespace) -> float:
@@ -149,12 +156,18 @@ def base_memory(args: argparse.Namespace) -> Iterator[str]:
     kept = frozen if args.zero3_base == "auto" else args.params - elsewhere
     size = f"{kept * ITEMSIZE[args.dtype] / 1e9:.4g} GB"
     host = f"{size} of the host's memory on each node, once for all its GPUs"
-    told = {"host": f"takes {host}; a job with less stops at its start", "device": f"takes {size} of each GPU"}
+    spread = f"{kept * ITEMSIZE[args.dtype] / args.gpus_per_node / 1e9:.4g} GB of each GPU, once for all GPUs of a node"
+    told = {
+        "node": f"takes {spread}",
+        "host": f"takes {host}; a job with less stops at its start",
+        "device": f"takes {size} of each GPU",
+    }
     told["auto"] = "keeps frozen parameters; all are trained here, see --trainable"
     if frozen > 0:
         mib = args.section.zero3_base_mib
+        where = f"{host}, or in {spread}" if args.gpus_per_node > 1 else host
         most = f"zero3_base_mib ({mib} MiB)" if mib else "a quarter of what is free there"
-        told["auto"] = f"keeps {frozen:.4g} frozen parameters in {host}, as far as {most} allows; the rest is sent"
+        told["auto"] = f"keeps {frozen:.4g} frozen parameters in {where}, as far as {most} allows; the rest is sent"
     yield f"memory: zero3_base {args.zero3_base} {told[args.zero3_base]}"
 
 

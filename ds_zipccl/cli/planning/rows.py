@@ -18,7 +18,9 @@ from ds_zipccl.tools.tables import Column
 #: A time that is shorter by less than the first factor is no gain (seed: the error of the model); the second names a further key.
 GAIN, WORTH = 1.02, 1.1
 #: Keys of the rows that the total row adds up.
-SUMMED = ("calls", "ms", "codec_ms")
+SUMMED = ("calls", "ms", "codec_ms", "between_gb")
+#: Variant of a job with ``"zero3_base": "node"``.
+NODE = "node"
 
 
 def step(found: DeviceSchedules) -> Iterator[dict[str, Any]]:
@@ -35,6 +37,9 @@ def step(found: DeviceSchedules) -> Iterator[dict[str, Any]]:
             total = totals.setdefault(variant, row | empty)
             for key in SUMMED:
                 total[key] += row[key]
+    if found.args.zero == 3 and found.args.zero3_base == found.args.delta == "auto" and found.topology.levels:
+        kept = step(replace(found, args=argparse.Namespace(**vars(found.args) | {"zero3_base": NODE})))
+        totals[NODE] = next(row for row in kept if (row["what"], row["variant"]) == (TOTAL, CODED)) | {"variant": NODE}
     for total in totals.values():
         yield total | {"speedup": totals[PLAIN]["ms"] / total["ms"]}
 

@@ -14,6 +14,7 @@ from ds_zipccl.cli.planning import speeds
 from ds_zipccl.cli.planning.operations import CHANGED, CODED, COPIED, EXPONENTS, PLAIN, StepTraffic
 from ds_zipccl.cli.planning.speeds import DeviceCodec, Network
 from ds_zipccl.policy import base_copies, cost_model
+from ds_zipccl.policy.base_copies import COPY
 from ds_zipccl.policy.cost_model import ALL_TO_ALL, GATHER, SUM, DeviceProfile, Topology
 
 Row = dict[str, Any]
@@ -21,8 +22,6 @@ Row = dict[str, Any]
 
 #: Bytes per second that the hashes of a base read (seed: each word once, at the speed of an H100's memory).
 HASH = 4e12
-#: Bytes per second of a copy on a GPU (seed: reads and writes of an H100's memory).
-COPY = HASH / 2
 #: Speed of the codec with a base, in parts of its speed without (seed: by the bytes of memory that it moves, 4.3 and 3.4 a bf16 word).
 BASE_SPEED = 0.79
 #: Kinds of the model that an operation consists of.
@@ -65,9 +64,16 @@ class DeviceSchedules:
         """Whether a job tries coded gathers."""
         return cost_model.moves_may_gain(self.topology, self.profile)
 
+    @cached_property
+    def kind_of_base(self) -> str:
+        """Where the words of copies lie: "host", "node" or "device"; "" where a job makes none."""
+        if self.args.zero3_base != "auto":
+            return str(self.args.zero3_base)
+        return next(iter(base_copies.gaining(self.topology, self.profile)), "")
+
     def lines(self) -> list[StepTraffic]:
         found = step.traffic(self.args)
-        if self.args.zero3_base == "auto" and not base_copies.gaining(self.topology, self.profile):
+        if not self.kind_of_base:
             return [replace(line, coding=EXPONENTS) if line.coding == COPIED else line for line in found]
         return found
 
@@ -77,19 +83,26 @@ class DeviceSchedules:
         rows = {}
         for variant in (PLAIN, *((OWNERS,) if owners else ()), CODED):
             op = line.op if variant == PLAIN else line.coded_op or line.op
-            seconds = coding = 0.0
+            seconds = coding = between = 0.0
             for nbytes, count in step.operations(self.args, line):
-                busy = 0.0
+                busy, sent = 0.0, self._ring(op, nbytes)
                 if variant == CODED:
-                    one, busy = self._job(line, op, nbytes)
+                    one, busy, sent = self._job(line, op, nbytes)
                 elif op == line.coded_op:
                     one = self._to_owners(nbytes)
                 else:
                     one = self._plain(op, nbytes)
                 seconds += line.times * count * one
                 coding += line.times * count * busy
+                between += line.times * count * sent
             how = step.HOW[line.coding] if coding else PLAIN
-            rows[variant] = {"op": op, "how": how, "ms": 1e3 * seconds, "codec_ms": 1e3 * coding}
+            rows[variant] = {
+                "op": op,
+                "how": how,
+                "ms": 1e3 * seconds,
+                "codec_ms": 1e3 * coding,
+                "between_gb": between / 1e9,
+            }
         never = self.args.section.nccl == "off" or step.mode_of(self.args, line) == "never"
         return rows | {CODED: dict(rows[PLAIN])} if never else rows
 
@@ -101,6 +114,17 @@ class DeviceSchedules:
 
     def _plain(self, op: str, nbytes: float) -> float:
         return sum(cost_model.plain_seconds(kind, nbytes, self.topology, self.profile) for kind in _KINDS[op])
+
+    def _ring(self, op: str, nbytes: float) -> float:
+        """Bytes that a node sends to other nodes in plain collectives: rings, and exchanges."""
+        return sum(self._between(kind, nbytes, in_levels=False) for kind in _KINDS[op])
+
+    def _between(self, kind: str, nbytes: float, *, in_levels: bool, ratio: float = 1.0) -> float:
+        """Bytes of one kind of the model that a node sends to other nodes; rings and exchanges of all ranks, or two levels."""
+        nodes, each, ranks = self.topology.nodes, self.topology.each, self.topology.ranks
+        if kind == ALL_TO_ALL:
+            return nbytes * each * (1 - 1 / nodes) / ratio
+        return nbytes * (1 - 1 / (nodes if in_levels else ranks)) / ratio
 
     def _to_owners(self, nbytes: float) -> float:
         """Seconds of a sum for its owners by NCCL: a reduce-scatter where all ranks own equally much, otherwise a reduce for each owner,
@@ -126,7 +150,7 @@ class DeviceSchedules:
     def _coded(self, line: StepTraffic, kind: str, nbytes: float) -> float:
         """Seconds of one operation by our schedule. The gathers of ZeRO-3 need no agreement on sizes; a base is proven by its hash."""
         if line.coding == COPIED:  # nothing is sent: the words come from the base
-            return self.profile.launch + self._copied(nbytes)
+            return self._copied(nbytes)
         ratio = self._ratio(kind, line.coding)
         waits = 0 if self.args.zero == 3 else 1
         profile, proof = self.profile, 0.0
@@ -137,22 +161,29 @@ class DeviceSchedules:
 
     def _copied(self, nbytes: float) -> float:
         """Seconds in which unchanged words come from their base."""
-        return nbytes / (COPY if self.args.zero3_base == "device" else self.profile.bus)
+        if self.kind_of_base == "device":
+            return self.profile.launch + nbytes / COPY
+        return base_copies.seconds(self.kind_of_base, nbytes, self.topology, self.profile)
 
     def _copies(self, nbytes: float) -> float:
         """Seconds of the copies out of the base of ZeRO-3 and back. ZeRO-1 and ZeRO-2 gather onto the base itself."""
-        if self.args.zero3_base == "host":
+        if self.kind_of_base == "host" and self.args.zero == 3:
             # read by every rank, read for the proof and written by the ranks of a node together
             return nbytes / self.profile.bus * (1 + 2 / self.topology.each)
+        if self.kind_of_base == "node" and self.args.zero == 3:
+            return (
+                self._copied(nbytes) + (2 + 2 / self.topology.each) * nbytes / COPY
+            )  # through a staging buffer, and the own part back
         return 2 * nbytes / COPY if self.args.zero == 3 else 0.0
 
-    def _job(self, line: StepTraffic, op: str, nbytes: float) -> tuple[float, float]:
-        """Seconds of one operation as a job chooses its schedules, and those that its kernels take of a GPU; 0 where nothing is coded."""
+    def _job(self, line: StepTraffic, op: str, nbytes: float) -> tuple[float, float, float]:
+        """Seconds of one operation as a job chooses its schedules, those that its kernels take of a GPU, 0 where nothing is coded, and the
+        bytes that a node sends to others."""
         owners = op == line.coded_op
         if owners and self.sums == "plain":
-            return self._to_owners(nbytes), 0.0
+            return self._to_owners(nbytes), 0.0, self._ring(op, nbytes)
         kinds = _KINDS["all_reduce" if owners and not self._straight(nbytes) else op]
-        seconds = kernels = 0.0
+        seconds = kernels = between = 0.0
         for kind in kinds:
             plain = cost_model.plain_seconds(kind, nbytes, self.topology, self.profile)
             ours = self._coded(line, kind, nbytes)
@@ -161,7 +192,20 @@ class DeviceSchedules:
             takes = self.sums == "fp32" if kind == SUM or len(kinds) > 1 else moves
             seconds += ours if takes else plain
             kernels += self._kernels(line, kind, nbytes) if takes else 0.0
-        return seconds, kernels
+            between += self._sent(line, kind, nbytes) if takes else self._between(kind, nbytes, in_levels=False)
+        return seconds, kernels, between
+
+    def _sent(self, line: StepTraffic, kind: str, nbytes: float) -> float:
+        """Bytes that a node sends to other nodes in our schedule."""
+        if line.coding == COPIED:
+            return 0.0
+        ratio, in_levels = self._ratio(kind, line.coding), self.topology.levels
+        if kind == GATHER:
+            least, frames = cost_model.levels_from(self.topology, self.profile), nbytes / ratio
+            _, in_levels = cost_model.gather_fragments(
+                nbytes, frames, self.topology, self.profile, least, cost_model.STAGING
+            )
+        return self._between(kind, nbytes, in_levels=in_levels, ratio=ratio)
 
     def _kernels(self, line: StepTraffic, kind: str, nbytes: float) -> float:
         """Seconds of the codec's kernels in one coded operation. Unchanged parameters are copied from the base instead."""

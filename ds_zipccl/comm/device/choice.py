@@ -223,6 +223,14 @@ def kinds_of_bases(group: dist.ProcessGroup, device: str) -> tuple[str, ...]:
     return Rule.bases if rule is None else rule.bases
 
 
+def saved_by_bases(kind: str, nbytes: int, group: dist.ProcessGroup, device: str) -> float:
+    """Return the seconds that copies of a kind of base are predicted to save in gathers of so many bytes; 0 where nothing was measured."""
+    profile, nodes = device_profile(device), group_nodes(group)
+    if profile is None or not nodes:
+        return 0.0
+    return base_copies.saved(kind, nbytes, Topology.of(nodes), group_profile(group, profile))
+
+
 def _agreed(config: ZipcclConfig, device: torch.device, spans: Sequence[tuple[Any, Any]]) -> list[float]:
     """Return the seconds of the slowest rank between the marks of each pair, see :class:`.steps.Clock`."""
     ctx = DeviceContext("step", resolve_group(None), config, "dp", config.codec, device)

@@ -112,6 +112,9 @@ class StreamEngine(Engine):
     def kinds_of_bases(self, group: dist.ProcessGroup, device: str) -> tuple[str, ...]:
         return choice.kinds_of_bases(group, device)
 
+    def saved_by_bases(self, kind: str, nbytes: int, group: dist.ProcessGroup, device: str) -> float:
+        return choice.saved_by_bases(kind, nbytes, group, device)
+
     def settle(self, config: ZipcclConfig, device: torch.device) -> Settled | None:
         return choice.settle(config, device)
 

@@ -153,13 +153,14 @@ def hold_bases(
     groups: dict[dist.ProcessGroup, list[Gathered]] = {}
     for one in gathered:
         groups.setdefault(one.group, []).append(one)
+    further = ""
     if auto:
-        groups = {group: some for group, params in groups.items() if (some := _frozen(params))}
+        frozen = {group: _frozen(params) for group, params in groups.items()}
+        trained = [[one for one in params if one not in frozen[group]] for group, params in groups.items()]
+        further = _further(max(trained, key=len, default=[]), config, device, waiting is not None)
+        groups = {group: some for group, some in frozen.items() if some}
     if auto and not groups:
-        return (
-            [],
-            'none: no gathered parameter is frozen now; "host" and "node" are for trained ones too' if gathered else "",
-        )
+        return [], f"none: no gathered parameter is frozen now{further}" if gathered else ""
     if useless and not auto:
         return [], f"not used, as {useless}"
     host = _HostShare(config) if auto else None
@@ -183,15 +184,31 @@ def hold_bases(
     wanted = [one for params in groups.values() for one in params]
     why = f": {'; '.join(dict.fromkeys(reasons))}" if reasons else ""
     if later and not bases:
-        return (
-            [],
-            f"after {STEPS_BEFORE} steps, in the memory that the devices of a node have left, for {len(later)} frozen parameters{why}",
-        )
+        after = f"after {STEPS_BEFORE} steps, in the memory that the devices of a node have left, for {len(later)} frozen parameters"
+        return [], f"{after}{why}{further}"
     if not bases:
         nbytes = sum(group_size(one.group) * one.numel * one.dtype.itemsize for one in wanted)
-        return [], f"nothing for {len(wanted)} frozen parameters of {nbytes / 1e6:.1f} MB{why}"
+        return [], f"nothing for {len(wanted)} frozen parameters of {nbytes / 1e6:.1f} MB{why}{further}"
     count = f"{len(wanted)}" if len(bases) == len(wanted) else f"{len(bases)} of {len(wanted)}"
-    return bases, f"{_size(bases)}, for {count} frozen parameters{why}"
+    return bases, f"{_size(bases)}, for {count} frozen parameters{why}{further}"
+
+
+def _further(trained: Sequence[Gathered], config: ZipcclConfig, device: torch.device, on_devices: bool) -> str:
+    """Return what a base of the trained parameters of one group would gain and take, "" where nothing."""
+    some, kinds, _ = _usable(trained, config, device, True, on_devices) if trained else ([], [], "")
+    if not some or not kinds:
+        return ""
+    group, kind = some[0].group, kinds[0]
+    nbytes, members = group_size(group) * sum(one.numel * one.dtype.itemsize for one in some), group_state(group)
+    assert members is not None  # its size is known
+    seconds = 0.0
+    if members.streams(device.type):
+        seconds = comm_engine.engine_of(members, device.type).saved_by_bases(kind, nbytes, group, device.type)
+    gained = f", which saves {seconds:.2g} s in each" if seconds > 0 else ""
+    size = f"{nbytes / 1e6:.1f} MB of each node's host memory"
+    if kind == "node":
+        size = f"{nbytes / 1e6 / len(group_nodes(group)[0]):.1f} MB of each device's memory"
+    return f'; "{kind}" keeps trained ones too in {size}: backward passes and further micro-batches gather without a message{gained}'
 
 
 def _allocated(

@@ -36,6 +36,7 @@ from ds_zipccl.comm.group_state import GroupState, group_state, resolve_group
 from ds_zipccl.config import ZipcclConfig
 from ds_zipccl.frame import HEADER_BYTES
 from ds_zipccl.policy import wire
+from ds_zipccl.policy.base_copies import STRAIGHT_NODES
 from ds_zipccl.telemetry import counters
 
 #: Layouts of gathers that are kept (admission: programs repeat their gathers; versions end, and so do the layouts).
@@ -264,7 +265,7 @@ def _lay_out(
     bases = list(read.values())
     if not bases or bases[0][0].levels is None:
         return dict(zip(read, proof.lay_out(bases, ctx), strict=True))
-    if all(way is Way.COPY for way in ways):
+    if all(way is Way.COPY for way in ways) and len(bases[0][0].levels.nodes) <= STRAIGHT_NODES:
         node.copy_whole(ctx, bases, shard)
     else:
         node.copy_columns(ctx, bases)

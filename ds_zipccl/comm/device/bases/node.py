@@ -2,9 +2,9 @@
 on other nodes. A copy is an exchange inside the node, over NVLink or PCIe; nothing is sent between nodes.
 
 It is the layout of ZeRO++'s secondary partition (hpZ), with the words of the gathers themselves. A rank's own shard is in its own memory:
-a difference, the sizes of differences and the comparison with the shard read it there. An exchange brings whole rows. Where all parameters
-of a gather are copies its rows go straight into the output, one exchange for the shards of each node; otherwise they go through a staging
-buffer, whose columns are the parameters that are read.
+a difference, the sizes of differences and the comparison with the shard read it there. Where all parameters of a gather are copies, and
+nodes are few, the rows of each node come by an exchange of their own straight into the output. Otherwise one exchange brings the rows of
+all nodes to a staging buffer, with the parameters that are read side by side.
 
 The ranks of a node hold different shards, and those of one local rank hold equal ones: so each local rank has a proof of its own.
 """
@@ -18,6 +18,7 @@ import torch
 
 from ds_zipccl import tensors
 from ds_zipccl.codecs.known import key_words
+from ds_zipccl.comm import topology
 from ds_zipccl.comm.bases.shared import BaseSlot
 from ds_zipccl.comm.device import gather
 from ds_zipccl.comm.device.context import DeviceContext
@@ -25,7 +26,7 @@ from ds_zipccl.comm.device.gather import Shard
 from ds_zipccl.comm.device.reports import WRONG_COPY
 from ds_zipccl.comm.device.streams import Stage
 from ds_zipccl.comm.group_state import hash_key
-from ds_zipccl.comm.topology import Levels
+from ds_zipccl.comm.topology import Levels, peer_rows
 
 #: A base, and the rows of its parameter in an output, ``[ranks, numel]``.
 _Read = tuple[BaseSlot, torch.Tensor]
@@ -40,7 +41,7 @@ def copy_whole(ctx: DeviceContext, bases: Sequence[_Read], shard: Shard) -> None
     levels = _levels(bases)
     with ctx.streams.on(Stage.ENCODE):
         for base, rows in bases:
-            _copy_others(base.memory, rows[levels.peer_rows], levels.node)
+            _copy_others(base.memory, rows[peer_rows(levels.peers)], levels.node)
         rows = shard.whole.view(ctx.size, -1)
         if shard.own.data_ptr() != rows[ctx.rank].data_ptr():
             rows[ctx.rank].copy_(shard.own)
@@ -51,19 +52,24 @@ def copy_whole(ctx: DeviceContext, bases: Sequence[_Read], shard: Shard) -> None
 def copy_columns(ctx: DeviceContext, bases: Sequence[_Read]) -> None:
     """Give the rows of some parameters of an output the shards of all other ranks from their bases. The decoding stream follows."""
     levels = _levels(bases)
+    mine, others = levels.local_rank, [rank for rank in levels.node_ranks if rank != ctx.rank]
     for some in _columns(ctx, bases):
         dtype = some[0][1].dtype
         ends = list(itertools.accumulate((rows.shape[1] for _, rows in some), initial=0))
+        spans = list(itertools.pairwise(ends))
         with ctx.streams.staging(ctx.size * ends[-1] * dtype.itemsize, ctx.budget) as staging:
-            table = staging.view(dtype).view(ctx.size, ends[-1])
+            table = staging.view(dtype).view(len(levels.node_ranks), len(levels.nodes), ends[-1])
             with ctx.streams.on(Stage.ENCODE):
-                for (words, _), begin, end in zip(some, ends, ends[1:], strict=False):
-                    table[levels.peer_rows, begin:end].copy_(words)
+                for (words, _), (begin, end) in zip(some, spans, strict=True):
+                    table[mine, :, begin:end].copy_(words)
             with ctx.streams.wire():
-                gather.forward(ctx, table, levels, levels.nodes)
+                coming = {rank: table[place] for place, rank in enumerate(levels.node_ranks) if rank != ctx.rank}
+                ctx.transport.exchange(coming, dict.fromkeys(others, table[mine]))
             with ctx.streams.on(Stage.DECODE):
-                for (_, rows), begin, end in zip(some, ends, ends[1:], strict=False):
-                    _copy_others(table[:, begin:end], rows, ctx.rank)
+                for (_, rows), (begin, end) in zip(some, spans, strict=True):
+                    for place, ranks in enumerate(topology.local_ranks(levels.nodes)):
+                        found, own = rows[peer_rows(ranks)], levels.node if place == mine else len(ranks)
+                        _copy_others(table[place, :, begin:end], found, own)
 
 
 def _columns(ctx: DeviceContext, bases: Sequence[_Read]) -> Iterator[list[tuple[torch.Tensor, torch.Tensor]]]:
@@ -86,8 +92,9 @@ def _columns(ctx: DeviceContext, bases: Sequence[_Read]) -> Iterator[list[tuple[
 
 def _copy_others(words: torch.Tensor, rows: torch.Tensor, own: int) -> None:
     """Copy all rows but the own one. Work of the current stream."""
-    rows[:own].copy_(words[:own])
-    rows[own + 1 :].copy_(words[own + 1 :])
+    for part in (slice(own), slice(own + 1, None)):
+        if len(words[part]):
+            rows[part].copy_(words[part])
 
 
 def look(
