@@ -161,7 +161,7 @@ class Request:
 
     @property
     def copied(self) -> bool:
-        """Return whether most of a gather comes from bases for as long as nobody changes its parameters: those of "auto" are frozen, and
+        """Return whether most of a gather comes from bases while its parameters stay as they are: those of "auto" are frozen, and
         with "node" a backward pass gathers what its forward pass has gathered."""
         if not self.parameters or self.options.config.zero3_base not in ("auto", "node"):
             return False
