@@ -16,13 +16,12 @@ from dataclasses import dataclass
 
 import torch
 
-from ds_zipccl import tensors
 from ds_zipccl.codecs.known import HASH_BYTES
 from ds_zipccl.comm.buffer_pool import PooledBuffers
 from ds_zipccl.comm.context import OpContext
 from ds_zipccl.comm.host.frames import FrameCoder
 from ds_zipccl.comm.host.gather import hashed, open_gather
-from ds_zipccl.comm.host.pipeline import Exchange, Fragments, SpanView, detached, open_exchange, run_pipeline
+from ds_zipccl.comm.host.pipeline import Exchange, Fragments, SpanView, detached, open_exchange, run_pipeline, swap
 from ds_zipccl.comm.reduction_order import Owned, Received, Reduction, add_in_fp32
 from ds_zipccl.comm.request import Request, equal_shards
 from ds_zipccl.comm.spans import common, cut, length, within
@@ -205,8 +204,8 @@ class _Alike(Received):
     """The contributions of ranks that all have the words of ``own``. ``copy`` has them as well: sums may be written to the memory of
     ``own``."""
 
-    def __init__(self, rank: int, exchange: Exchange, own: torch.Tensor, copy: torch.Tensor) -> None:
-        super().__init__(rank, exchange, own)
+    def __init__(self, rank: int, coder: FrameCoder, own: torch.Tensor, copy: torch.Tensor) -> None:
+        super().__init__(rank, coder, own)
         self._copy = copy
 
     def take(self, rank: int, into: torch.Tensor) -> torch.Tensor:
@@ -223,25 +222,20 @@ def sum_alike(ctx: OpContext, whole: torch.Tensor, reduction: Reduction) -> bool
     ranks see the same hashes, so that all of them add by themselves or none does. The sum has the bits of the sum over messages.
     """
     own = hashed(ctx, whole)
-    answer = tensors.empty(HASH_BYTES, torch.uint8)
-    alike = True
-    with open_exchange(ctx, _HASHES, control=True) as exchange:
-        for peer in ctx.peers:
-            exchange.post_recv(peer, answer)
-        exchange.send(own, *ctx.peers)
-        for peer in ctx.peers:
-            alike &= torch.equal(exchange.recv(peer, answer), own)
-        if alike:
-            chunk, flushing, at = _ring_chunk(ctx, whole), ctx.flushing_ranks(), 0
-            for part in Fragments(ctx, [whole])[0]:
-                buffers = PooledBuffers()
-                copy = buffers.empty(part.numel(), part.dtype).copy_(part)
-                same = _Alike(ctx.rank, exchange, part, copy)
-                reduction.fold(same, part, [slice(at, at + part.numel())], chunk, flushing)
-                buffers.release()
-                at += part.numel()
-            reduction.finish(whole, flushing[ctx.rank])
-    return alike
+    answers = swap(ctx, _HASHES, ctx.peers, own, HASH_BYTES)
+    if not all(torch.equal(own, answer) for answer in answers.values()):
+        return False
+    chunk, flushing, at = _ring_chunk(ctx, whole), ctx.flushing_ranks(), 0
+    coder = FrameCoder(ctx)
+    for part in Fragments(ctx, [whole])[0]:
+        buffers = PooledBuffers()
+        copy = buffers.empty(part.numel(), part.dtype).copy_(part)
+        same = _Alike(ctx.rank, coder, part, copy)
+        reduction.fold(same, part, [slice(at, at + part.numel())], chunk, flushing)
+        buffers.release()
+        at += part.numel()
+    reduction.finish(whole, flushing[ctx.rank])
+    return True
 
 
 # ---- the collectives
