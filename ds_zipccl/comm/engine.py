@@ -137,11 +137,11 @@ def engine_of(state: GroupState, device: str) -> Engine:
     return chosen[device]
 
 
-def engine_for(request: Request) -> Engine:
-    """Return the engine of a request that admission lets through."""
-    state = group_state(request.group)
+def engine_for(call: Request | Post) -> Engine:
+    """Return the engine of a call that admission lets through."""
+    state = group_state(call.group)
     assert state is not None  # admission lets no other rank through
-    return engine_of(state, request.tensor.device.type)
+    return engine_of(state, call.tensor.device.type)
 
 
 def parameter(

@@ -22,7 +22,7 @@ from ds_zipccl.comm.buffer_pool import PooledBuffers
 from ds_zipccl.comm.group_state import GroupState, group_nodes, group_state, resolve_group
 from ds_zipccl.comm.shadow_check import Tolerance
 from ds_zipccl.comm.spans import length
-from ds_zipccl.comm.transport import documented_sums
+from ds_zipccl.comm.transport import TRANSPORTS
 from ds_zipccl.config import ROLES, ConfigError, ZipcclConfig
 from ds_zipccl.kernels.sums import divide, flushing, settle_nans
 
@@ -222,7 +222,7 @@ def arithmetic(
 @functools.lru_cache
 def _exactness(kind: str, backend: str, op: str, ranks: int) -> tuple[Reduction, Tolerance]:
     if kind == "auto":
-        kind = "match" if documented_sums(backend) else "fp32"
+        kind = "match" if backend in TRANSPORTS else "fp32"
     exact = kind == "match" or (ranks == 2 and op == "SUM")
     return Reduction(kind, op, ranks), "nan" if exact else "rounding"
 

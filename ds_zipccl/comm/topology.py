@@ -218,6 +218,11 @@ class Levels:
     def peers(self) -> Sequence[int]:
         return [ranks[self.local_rank] for ranks in self.nodes]
 
+    @property
+    def turns(self) -> Sequence[Sequence[int]]:
+        """All nodes, the own one last: every rank begins with another node, so that not all frames enter one node at a time."""
+        return [*self.nodes[self.node + 1 :], *self.nodes[: self.node + 1]]
+
 
 def levels(nodes: Sequence[Sequence[int]]) -> bool:
     """Return whether there are several nodes with several ranks each, and the same number of ranks on all nodes."""

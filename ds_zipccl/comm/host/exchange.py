@@ -26,6 +26,7 @@ from ds_zipccl.comm.host.frames import FrameCoder
 from ds_zipccl.comm.host.pipeline import Exchange, Fragments, detached, open_exchange, run_pipeline
 from ds_zipccl.comm.host.rows import coder_of
 from ds_zipccl.comm.request import Request
+from ds_zipccl.comm.topology import Levels
 from ds_zipccl.policy import admission
 
 #: Exchanges in flight, which share the memory for frames: between nodes, inside the node, and the parts that are forwarded.
@@ -92,10 +93,9 @@ class _NodeExchange:
         self._control, self._across, self._inside, self._onward = exchanges
         sources = whole.split(list(request.segments.leaving))
         outputs[ctx.rank].copy_(sources[ctx.rank])
-        self._node = next(ranks for ranks in ctx.nodes if ctx.rank in ranks)
-        self._local_rank, at = self._node.index(ctx.rank), list(ctx.nodes).index(self._node)
-        #: Every rank begins with another node, so that not all frames enter one node at a time.
-        self._others = [*ctx.nodes[at + 1 :], *ctx.nodes[:at]]
+        levels = Levels.of(ctx.nodes, ctx.rank, ctx.size)
+        self._node, self._local_rank = levels.node_ranks, levels.local_rank
+        *self._others, _ = levels.turns
         self._counterparts = [ranks[self._local_rank] for ranks in self._others]
         self._neighbors = [rank for rank in self._node if rank != ctx.rank]
         self._told: dict[int, torch.Tensor] = {}  # counterpart -> the sizes of its parts

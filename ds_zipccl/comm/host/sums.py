@@ -25,6 +25,7 @@ from ds_zipccl.comm.host.pipeline import Exchange, Fragments, SpanView, detached
 from ds_zipccl.comm.reduction_order import Owned, Received, Reduction, add_in_fp32
 from ds_zipccl.comm.request import Request, equal_shards
 from ds_zipccl.comm.spans import common, cut, length, within
+from ds_zipccl.comm.topology import Levels
 from ds_zipccl.policy import wire
 
 #: Exchange of the hashes of equal tensors; the sum over messages has the exchanges 0 and 1.
@@ -137,14 +138,10 @@ class NodeAdder(ShardAdder):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        ctx = self.ctx
-        at = next(number for number, ranks in enumerate(ctx.nodes) if ctx.rank in ranks)
-        self._node = ctx.nodes[at]
-        self._local_rank = [ranks[self._node.index(ctx.rank)] for ranks in ctx.nodes]
-        #: All nodes, the own one last: every rank begins with another node, so that not all frames enter one node at a time.
-        self._turns = [*ctx.nodes[at + 1 :], *ctx.nodes[: at + 1]]
-        self._seat_in_turn = [*self._local_rank[at + 1 :], *self._local_rank[: at + 1]]
-        #: Steps that are posted: own contributions to the sums of this node, as in ``_seat_in_turn``.
+        self._levels = Levels.of(self.ctx.nodes, self.ctx.rank, self.ctx.size)
+        #: The ranks with this local rank, this rank last.
+        self._peers = [ranks[self._levels.local_rank] for ranks in self._levels.turns]
+        #: Steps that are posted: own contributions to the sums of this node, one for each of ``_peers``.
         self._posted: deque[list[torch.Tensor]] = deque()
         #: Steps that are added in the node: the sum of the own fragment over the node, and the memory of the sum.
         self._added: deque[tuple[torch.Tensor, PooledBuffers]] = deque()
@@ -157,21 +154,20 @@ class NodeAdder(ShardAdder):
         """Post the receives and sends of a step inside the node."""
         self.inside.next_step()
         fragments = self.shards.at(step)
-        neighbors = [rank for rank in self._node if rank != self.ctx.rank]
-        for neighbor in neighbors:
-            for rank in self._seat_in_turn:
+        neighbors = [(place, rank) for place, rank in enumerate(self._levels.node_ranks) if rank != self.ctx.rank]
+        for _, neighbor in neighbors:
+            for rank in self._peers:
                 self.inside.post_recv(neighbor, fragments[rank])
-        for neighbor in neighbors:
-            local_rank = self._node.index(neighbor)
-            for ranks in self._turns:
+        for local_rank, neighbor in neighbors:
+            for ranks in self._levels.turns:
                 self.inside.send(fragments[ranks[local_rank]], neighbor)
-        self._posted.append([fragments[rank] for rank in self._seat_in_turn])
+        self._posted.append([fragments[rank] for rank in self._peers])
 
     def _add_in_node(self, step: int) -> None:
-        """Add the frames of the neighbors for every rank of the local rank, and send each rank the sum of this node."""
+        """Add the frames of the neighbors for every rank with this local rank, and send each rank the sum of this node."""
         self.exchange.next_step()
         *others, own = self._posted.popleft()
-        *peers, _ = self._seat_in_turn
+        *peers, _ = self._peers
         for peer in peers:
             self.exchange.post_recv(peer, own)
         for peer, contribution in zip(peers, others, strict=True):
@@ -186,7 +182,7 @@ class NodeAdder(ShardAdder):
         total = buffers.empty(contribution.numel(), contribution.dtype)
         if total.numel():
             received = Received(self.ctx.rank, self.inside, contribution)
-            add_in_fp32(received, self._node, total, self.ctx.flushing_ranks())
+            add_in_fp32(received, self._levels.node_ranks, total, self.ctx.flushing_ranks())
         return total
 
     def _sum(self, own: torch.Tensor, out: torch.Tensor, spans: Sequence[slice]) -> None:
@@ -194,9 +190,10 @@ class NodeAdder(ShardAdder):
         if out.numel():
             flushing = self.ctx.flushing_ranks()
             # the first rank of a node decides: a sum must not depend on the local rank that makes it
-            flushes = {rank: flushing[ranks[0]] for rank, ranks in zip(self._local_rank, self.ctx.nodes, strict=True)}
+            peers = self._levels.peers
+            flushes = {rank: flushing[ranks[0]] for rank, ranks in zip(peers, self._levels.nodes, strict=True)}
             received = Received(self.ctx.rank, self.exchange, total)
-            add_in_fp32(received, self._local_rank, out, flushes, self.reduction.divisor)
+            add_in_fp32(received, peers, out, flushes, self.reduction.divisor)
         buffers.release()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -32,10 +33,7 @@ def all_gather(
     ranks, call = group_size(group), CallOptions(**options)
     if is_member(group) and [place.shape for place in tensor_list] != [tensor.shape] * ranks:
         nbytes = ranks * tensor.numel() * tensor.element_size()
-
-        def plain() -> Any:
-            return dist.all_gather(tensor_list, tensor, group, async_op)
-
+        plain = partial(dist.all_gather, tensor_list, tensor, group, async_op)
         return pass_small("all_gather", call, nbytes, group, plain, PassReason.SHAPES)
     request = Request(
         "all_gather",
@@ -87,10 +85,7 @@ def all_gather_into_tensor(
         if chosen.has_bases(request):
             return chosen.gather_parameters(request)
     if is_small(output_tensor, call.config):
-
-        def plain() -> Any:
-            return dist.all_gather_into_tensor(output_tensor, input_tensor, group, async_op)
-
+        plain = partial(dist.all_gather_into_tensor, output_tensor, input_tensor, group, async_op)
         return pass_small(name, call, output_tensor.nbytes, group, plain)
     if request is None:
         request = request_shards(name, [output_tensor], [input_tensor], group, async_op, call)
