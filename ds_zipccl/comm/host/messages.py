@@ -29,7 +29,7 @@ from ds_zipccl.comm.host.pipeline import Exchange, abandon, run_pipeline, wait
 from ds_zipccl.comm.request import Change, Post, logical_order
 from ds_zipccl.comm.shadow_check import Shadow
 from ds_zipccl.comm.transport.protocol import BODY_TAGS, TagRange
-from ds_zipccl.comm.work import PointToPointWork, PostedWork, Work
+from ds_zipccl.comm.work import PointToPointWork, Work
 from ds_zipccl.frame import DTYPE_IDS, parse
 from ds_zipccl.policy import wire
 from ds_zipccl.telemetry import counters, ranges
@@ -231,7 +231,7 @@ def send(post: Post, *, bounded: bool) -> Work:
                 beside.wait()
         counters.record(role, "send", ctx.logical_bytes, ctx.wire_bytes, POOL.peak)
 
-    return PostedWork("send", [tensor], finish, _no_source)
+    return PointToPointWork("send", [tensor], None, finish)
 
 
 def receive(post: Post, *, blocking: bool) -> Work:
@@ -267,8 +267,8 @@ def receive(post: Post, *, blocking: bool) -> Work:
         shadow = beside(peer) if config.check == "shadow" and peer is not None else None
     if message.may_have_body and not blocking:
         limit = ctx.transport.timeout()
-        return PointToPointWork("recv", [tensor], message.source, limit).begin(lambda: finish(_NO_END))
-    return PostedWork("recv", [tensor], finish, message.source)
+        return PointToPointWork("recv", [tensor], message.source, limit=limit).begin(lambda: finish(_NO_END))
+    return PointToPointWork("recv", [tensor], message.source, finish)
 
 
 @contextmanager
@@ -279,7 +279,3 @@ def _kept_on_error(message: Incoming | Outgoing) -> Iterator[None]:
     except BaseException:
         abandon(message)
         raise
-
-
-def _no_source() -> int:
-    raise RuntimeError("source_rank() is for receives, this is send; call it on the handle of irecv")

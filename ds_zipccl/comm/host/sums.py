@@ -33,23 +33,17 @@ _HASHES = 2
 
 
 def reduce_scatter(
-    ctx: OpContext,
-    request: Request,
-    shards: Sequence[torch.Tensor],
-    out: torch.Tensor,
-    message: torch.Tensor,
-    begin: int = 0,
-    ring: str = "all_reduce",
+    ctx: OpContext, request: Request, shards: Sequence[torch.Tensor], out: torch.Tensor, chunk: int, begin: int = 0
 ) -> None:
     """Write the sum of all ranks' shards for this rank into ``out``; blocks.
 
     Args:
         shards: flat, one for each rank; ``out`` may be the own shard.
-        message, begin, ring: the tensor, the place of the own shard in it, and the backend's operation, whose order the sum has.
+        chunk, begin: the size of the message's chunks, see :func:`_ring_chunk`, and the place of the own shard in the message.
     """
     sources, places = Fragments(ctx, detached(shards, [out], [out] * len(shards))), Fragments(ctx, [out])
     span = slice(begin, begin + out.numel())
-    with open_adder(ctx, sources, request.sum.reduction, [span], _ring_chunk(ctx, message, ring)) as adder:
+    with open_adder(ctx, sources, request.sum.reduction, [span], chunk) as adder:
 
         def take(step: int) -> None:
             adder.take(places.at(step)[0])
@@ -248,21 +242,21 @@ def reduce_scatter_tensor(
 ) -> None:
     """The input consists of equal shards."""
     (whole,), (out,) = inputs, outputs
-    reduce_scatter(ctx, request, equal_shards(whole, ctx.size), out, whole, ctx.rank * out.numel())
+    reduce_scatter(ctx, request, equal_shards(whole, ctx.size), out, _ring_chunk(ctx, whole), ctx.rank * out.numel())
 
 
 def reduce_scatter_list(
     ctx: OpContext, request: Request, inputs: list[torch.Tensor], outputs: list[torch.Tensor]
 ) -> None:
     """Each input is a message by itself, because gloo all-reduces each tensor of the list by itself."""
-    reduce_scatter(ctx, request, inputs, outputs[0], outputs[0])
+    reduce_scatter(ctx, request, inputs, outputs[0], _ring_chunk(ctx, outputs[0]))
 
 
 def reduce(ctx: OpContext, request: Request, inputs: list[torch.Tensor], outputs: list[torch.Tensor]) -> None:
     """A reduce-scatter in which the root's shard is the whole message."""
     flat = [*inputs, *outputs][0]
     shards = [flat if rank == request.root else flat[:0] for rank in range(ctx.size)]
-    reduce_scatter(ctx, request, shards, shards[ctx.rank], flat, ring="reduce")
+    reduce_scatter(ctx, request, shards, shards[ctx.rank], _ring_chunk(ctx, flat, "reduce"))
 
 
 def all_reduce(ctx: OpContext, request: Request, inputs: list[torch.Tensor], outputs: list[torch.Tensor]) -> None:
