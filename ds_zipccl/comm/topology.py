@@ -229,12 +229,6 @@ def levels(nodes: Sequence[Sequence[int]]) -> bool:
     return len(nodes) > 1 and len(nodes[0]) > 1 and len({len(ranks) for ranks in nodes}) == 1
 
 
-def local_ranks(nodes: Sequence[Sequence[int]]) -> list[list[int]]:
-    """Return the ranks of each local rank: the ranks with the same place in their nodes, in the order of the nodes. Nodes have equally
-    many."""
-    return [list(ranks) for ranks in zip(*nodes, strict=True)]
-
-
 def ascending(nodes: Sequence[Sequence[int]]) -> bool:
     """Return whether the ranks of every node and of every local rank ascend, as those of a group do. Nodes have equally many ranks."""
-    return all(list(ranks) == sorted(ranks) for ranks in (*nodes, *local_ranks(nodes)))
+    return all(list(ranks) == sorted(ranks) for ranks in (*nodes, *zip(*nodes, strict=True)))

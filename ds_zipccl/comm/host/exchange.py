@@ -208,10 +208,8 @@ class _NodeExchange:
             self._inside.post_recv(neighbor, place)
 
     def _send(self, step: int) -> None:
-        by_rank = [tensors.empty(0, torch.uint8)] * self._ctx.size
-        for counterpart, fragment in zip(self._counterparts, self._leaving.at(step), strict=True):
-            by_rank[counterpart] = fragment
-        self._across.send_each(by_rank, self._counterparts)
+        leaving = dict(zip(self._counterparts, self._leaving.at(step), strict=True))
+        self._across.send_each(leaving, self._counterparts)
         for neighbor, fragment in zip(self._neighbors, self._straight.at(step), strict=True):
             self._inside.send(fragment, neighbor)
 
