@@ -90,8 +90,7 @@ class RowMemory:
 def coder_of(ctx: OpContext, width: int, kind: str, exact: bool) -> FrameCoder:
     """Return the coder of an all-to-all: one of rows where senders may choose frames by rows, equally on all ranks except for the width.
     Blocks in the first operations of a group, see :meth:`ds_zipccl.comm.context.OpContext.has_row_kernels`."""
-    rows = wire.may_have_rows(ctx.config, ctx.op, ctx.role, ctx.codec)
-    if not rows or not ctx.has_row_kernels():
+    if not ctx.has_row_kernels():
         return FrameCoder(ctx, exact=exact)
     return RowCoder(ctx, width, kind, exact)
 
