@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from ds_zipccl import kernels, tensors
-from ds_zipccl.comm.group_state import group_state, hash_key
+from ds_zipccl.comm.group_state import hash_key, state_of
 from ds_zipccl.comm.transport import TRANSPORTS
 from ds_zipccl.comm.transport.protocol import TAGS_PER_COLLECTIVE, TagRange
 from ds_zipccl.comm.work import CommError
@@ -40,8 +40,7 @@ class Call:
     none do."""
 
     def __init__(self, op: str, group: dist.ProcessGroup, config: ZipcclConfig, role: str) -> None:
-        state = group_state(group)
-        assert state is not None  # a rank outside the group has no operation here
+        state = state_of(group)
         self.op, self.group, self.config, self.role, self.state = op, group, config, role, state
         self.rank, self.size = state.rank, state.size
         self.kind = ""

@@ -28,6 +28,7 @@ from ds_zipccl.comm.group_state import (
     group_state,
     nodes_of_job,
     resolve_group,
+    state_of,
 )
 from ds_zipccl.comm.reduction_order import match_refused
 from ds_zipccl.comm.request import Request
@@ -123,9 +124,7 @@ class GroupChoice:
 
 def _of_job() -> GroupChoice:
     """Return the choice of the default group."""
-    world = group_state(None)
-    assert world is not None  # every rank is in the default group
-    return world.of(GroupChoice)
+    return state_of(None).of(GroupChoice)
 
 
 def lacks_memory() -> bool:
@@ -189,9 +188,7 @@ def passed(request: Request, handle: Any, reason: str) -> None:
 
 def _rule(group: dist.ProcessGroup, device: str) -> Rule | None:
     """Return the static rule of a group, None while its nodes are unknown."""
-    state, profile = group_state(group), device_profile(device)
-    assert state is not None  # a rank outside the group has no operation here
-    own = state.of(GroupChoice)
+    profile, own = device_profile(device), state_of(group).of(GroupChoice)
     if own.rule is None or own.rule[0] is not profile:
         settled, nodes = _of_job().settled, group_nodes(group)
         if not nodes:

@@ -18,7 +18,7 @@ from ds_zipccl.comm.bases.state import GatheredParameter
 from ds_zipccl.comm.buffer_pool import POOL
 from ds_zipccl.comm.context import Call, OpContext
 from ds_zipccl.comm.engine import Engine
-from ds_zipccl.comm.group_state import GroupState, group_nodes, group_state, resolve_group
+from ds_zipccl.comm.group_state import GroupState, group_nodes, group_state, resolve_group, state_of
 from ds_zipccl.comm.host import exchange, gather, messages, parameters, sums
 from ds_zipccl.comm.host.cached import CachedParameter
 from ds_zipccl.comm.host.checks import compare_on_all_ranks, telling_failures
@@ -131,9 +131,7 @@ class _Job:
 
 
 def _of_job() -> _Job:
-    world = group_state(None)
-    assert world is not None  # every rank is in the default group
-    return world.of(_Job)
+    return state_of(None).of(_Job)
 
 
 def _agreed(config: ZipcclConfig, spans: Sequence[tuple[int | None, int]]) -> list[float]:
