@@ -69,13 +69,9 @@ class Call:
         try:
             yield
         except FrameError as error:
-            raise self.refusal(peer, error) from error
-
-    def refusal(self, peer: int, error: FrameError) -> CommError:
-        """Return the error of a frame that ``peer`` has sent."""
-        differ = "; the two ranks are at different calls, or use different tensors in this one"
-        hint = differ if error.code == FrameErrorCode.MISMATCH else ""
-        return self.error(f"frame from global rank {self.global_rank(peer)} refused: {error}{hint}")
+            differ = "; the two ranks are at different calls, or use different tensors in this one"
+            hint = differ if error.code == FrameErrorCode.MISMATCH else ""
+            raise self.error(f"frame from global rank {self.global_rank(peer)} refused: {error}{hint}") from error
 
     def error(self, problem: str) -> CommError:
         """Return an error with the operation, the group, this rank and the problem."""
@@ -203,9 +199,8 @@ class Told:
         Raises:
             CommError: the tensor of a rank did not arrive.
         """
-        with (
-            self._lock
-        ):  # one wait ends a receive of gloo; all who come here wait for messages that are posted on all ranks
+        # one wait ends a receive of gloo; all who come here wait for messages that are posted on all ranks
+        with self._lock:
             try:
                 for handle in self._handles:
                     handle.wait()

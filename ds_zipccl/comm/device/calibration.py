@@ -16,7 +16,7 @@ import torch.distributed as dist
 from ds_zipccl import devices, tensors
 from ds_zipccl.codecs import compress_bound
 from ds_zipccl.comm.device.context import DeviceContext
-from ds_zipccl.comm.device.sizes import agree, to_device
+from ds_zipccl.comm.device.sizes import agree, largest
 from ds_zipccl.comm.device.streams import Stage
 from ds_zipccl.comm.group_state import group_nodes
 from ds_zipccl.config import ZipcclConfig
@@ -61,9 +61,7 @@ def agreed_seconds(ctx: DeviceContext, nanoseconds: Sequence[int]) -> list[float
     Raises:
         CommError: as :func:`.sizes.agree`.
     """
-    with ctx.streams.on(Stage.ENCODE):
-        words = to_device(ctx.streams, nanoseconds)
-    return [found / 1e9 if found < _UNKNOWN else float("inf") for found in agree(ctx, [words])]
+    return [found / 1e9 if found < _UNKNOWN else float("inf") for found in largest(ctx, *nanoseconds)]
 
 
 # ---- measuring -------------------------------------------------------------------------------------------------------
