@@ -151,7 +151,8 @@ def plain_to_owners(ctx: DeviceContext, parts: Sequence[Part], op: Any) -> None:
     if scatter and _joined(parts) is not None:
         step = longest  # no copy has to fit the budget
     for begin in range(0, longest, step):
-        pieces = {rank: part.cut(begin, begin + step) for rank, part in enumerate(parts)}
+        whole = step >= longest  # cutting takes the host's time
+        pieces = {rank: part if whole else part.cut(begin, begin + step) for rank, part in enumerate(parts)}
         if scatter:
             _sum(ctx, pieces, lambda rows: ctx.transport.reduce_scatter(rows.view(ctx.size, -1)[ctx.rank], rows, op))
             continue

@@ -27,7 +27,6 @@ from ds_zipccl.comm.host.pipeline import Exchange, Fragments, detached, open_exc
 from ds_zipccl.comm.host.rows import coder_of
 from ds_zipccl.comm.request import Request
 from ds_zipccl.comm.topology import Levels
-from ds_zipccl.policy import admission
 
 #: Exchanges in flight, which share the memory for frames: between nodes, inside the node, and the parts that are forwarded.
 _EXCHANGES = 3
@@ -42,14 +41,13 @@ def exchange_by_node(ctx: OpContext, request: Request, whole: torch.Tensor, outp
     Raises:
         CommError: as any exchange; and a rank sends other sizes than the ranks of this node expect.
     """
-    exact = _is_small(ctx, [whole])
-    coder = coder_of(ctx, request.segments.row_width, request.options.kind, exact)
+    coder = coder_of(ctx, request, [whole])
     # a fragment of an output is written before the same elements of the input are sent: no source may share memory with it
     (whole,) = detached([whole], outputs, [whole[:0]])
     with (
         open_exchange(ctx, 0, control=True) as control,
         open_exchange(ctx, 1, coder) as across,
-        open_exchange(ctx, 2, FrameCoder(ctx, raw=True, exact=exact)) as inside,
+        open_exchange(ctx, 2, FrameCoder(ctx, raw=True, exact=coder.exact)) as inside,
         open_exchange(ctx, 3, control=True) as onward,
     ):
         _NodeExchange(ctx, request, coder, (control, across, inside, onward), whole, outputs).run()
@@ -256,7 +254,7 @@ def exchange(ctx: OpContext, request: Request, inputs: Sequence[torch.Tensor], o
             exchange_by_node(ctx, request, inputs[0], outputs)
             return
         inputs = inputs[0].split(request.segments.leaving)
-    coder = coder_of(ctx, request.segments.row_width, request.options.kind, _is_small(ctx, inputs))
+    coder = coder_of(ctx, request, inputs)
     sources = detached(inputs, outputs, outputs)
     leaving, coming = Fragments(ctx, sources), Fragments(ctx, [outputs[peer] for peer in ctx.peers])
     outputs[ctx.rank].copy_(sources[ctx.rank])
@@ -278,9 +276,3 @@ def exchange(ctx: OpContext, request: Request, inputs: Sequence[torch.Tensor], o
                 received[peer] += place.numel()
 
         run_pipeline(max(leaving.steps, coming.steps), post, take)
-
-
-def _is_small(ctx: OpContext, inputs: Sequence[torch.Tensor]) -> bool:
-    """Return whether the tensors that this rank sends are so small that values stay as they are. Ranks may differ: a
-    frame tells its values."""
-    return admission.is_small(sum(flat.nbytes for flat in inputs), ctx.config)

@@ -22,9 +22,10 @@ from ds_zipccl.codecs import RowSegment, compress_bound
 from ds_zipccl.comm.buffer_pool import PooledBuffers
 from ds_zipccl.comm.context import OpContext
 from ds_zipccl.comm.host.frames import FrameCoder
+from ds_zipccl.comm.request import Request
 from ds_zipccl.frame import DELTA_WORDS
 from ds_zipccl.kernels import row_moves
-from ds_zipccl.policy import wire
+from ds_zipccl.policy import admission, wire
 from ds_zipccl.telemetry import ranges
 
 
@@ -87,12 +88,14 @@ class RowMemory:
             del self._numbers[key]
 
 
-def coder_of(ctx: OpContext, width: int, kind: str, exact: bool) -> FrameCoder:
+def coder_of(ctx: OpContext, request: Request, inputs: Sequence[torch.Tensor]) -> FrameCoder:
     """Return the coder of an all-to-all: one of rows where senders may choose frames by rows, equally on all ranks except for the width.
-    Blocks in the first operations of a group, see :meth:`ds_zipccl.comm.context.OpContext.has_row_kernels`."""
+    If this rank sends little, values stay as they are; ranks may differ there too, because a frame tells its values. Blocks in the first
+    operations of a group, see :meth:`ds_zipccl.comm.context.OpContext.has_row_kernels`."""
+    exact = admission.is_small(sum(flat.nbytes for flat in inputs), ctx.config)
     if not ctx.has_row_kernels():
         return FrameCoder(ctx, exact=exact)
-    return RowCoder(ctx, width, kind, exact)
+    return RowCoder(ctx, request.segments.row_width, request.options.kind, exact)
 
 
 class RowCoder(FrameCoder):
