@@ -191,7 +191,7 @@ class NodeAdder(ShardAdder):
         buffers.release()
 
 
-class _Alike(Received):
+class _Equal(Received):
     """The contributions of ranks that all have the words of ``own``. ``copy`` has them as well: sums may be written to the memory of
     ``own``."""
 
@@ -206,7 +206,7 @@ class _Alike(Received):
         self._exchange.add(self._copy, sums)
 
 
-def sum_alike(ctx: OpContext, whole: torch.Tensor, reduction: Reduction) -> bool:
+def sum_equal(ctx: OpContext, whole: torch.Tensor, reduction: Reduction) -> bool:
     """Write the sum of all ranks' tensors to flat ``whole`` if they are the same, and return whether they are; blocks.
 
     A rank cannot know by itself that its tensor is the same elsewhere. So each rank tells every other rank a hash of 16 bytes first. All
@@ -221,7 +221,7 @@ def sum_alike(ctx: OpContext, whole: torch.Tensor, reduction: Reduction) -> bool
     for part in Fragments(ctx, [whole])[0]:
         buffers = PooledBuffers()
         copy = buffers.empty(part.numel(), part.dtype).copy_(part)
-        same = _Alike(ctx.rank, coder, part, copy)
+        same = _Equal(ctx.rank, coder, part, copy)
         reduction.fold(same, part, [slice(at, at + part.numel())], chunk, flushing)
         buffers.release()
         at += part.numel()
@@ -262,8 +262,8 @@ def reduce(ctx: OpContext, request: Request, inputs: list[torch.Tensor], outputs
 def all_reduce(ctx: OpContext, request: Request, inputs: list[torch.Tensor], outputs: list[torch.Tensor]) -> None:
     """Where a tensor may be the same on all ranks, and is, only hashes travel."""
     whole = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
-    may_be_alike = request.options.kind and not ctx.nodes and whole.numel()
-    if may_be_alike and sum_alike(ctx, whole, request.sum.reduction):
+    may_be_equal = request.options.kind and not ctx.nodes and whole.numel()
+    if may_be_equal and sum_equal(ctx, whole, request.sum.reduction):
         ctx.count(request.sent_bytes(), 0)
     else:
         to_all(ctx, (), request.sum.reduction, whole)
