@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from ds_zipccl.comm.device import calibration, first_steps
-from ds_zipccl.comm.device.calibration import Span, agreed_seconds, mark
+from ds_zipccl.comm.device.calibration import agreed_seconds, mark, nanoseconds
 from ds_zipccl.comm.device.context import DeviceContext, cut_of
 from ds_zipccl.comm.device.exchange import note_plain
 from ds_zipccl.comm.device.reserve import reserve
@@ -222,7 +222,7 @@ def bases_gain(group: dist.ProcessGroup, device: str) -> bool:
 def _agreed(config: ZipcclConfig, device: torch.device, spans: Sequence[tuple[Any, Any]]) -> list[float]:
     """Return the seconds of the slowest rank between the marks of each pair, see :class:`.steps.Clock`."""
     ctx = DeviceContext("step", resolve_group(None), config, "dp", config.codec, device)
-    return agreed_seconds(ctx, [Span(*span).nanoseconds() for span in spans])
+    return agreed_seconds(ctx, [nanoseconds(*span) for span in spans])
 
 
 def end_step(engine: Any) -> None:
