@@ -59,7 +59,8 @@ def gather(
     if ctx.rounding is not None:
         return  # the own places have the values of the own frames
     for source, place in zip(sources, places[ctx.rank], strict=True):
-        place.copy_(source)
+        if place is not source:  # the root of a broadcast has no output: torch counts the versions of what is written
+            place.copy_(source)
 
 
 @contextmanager
