@@ -139,7 +139,8 @@ def group_state(group: dist.ProcessGroup | None) -> GroupState | None:
 
 
 def state_of(group: dist.ProcessGroup | None) -> GroupState:
-    """Return the state of a group that has this rank, as the default group always has. Raises as :func:`group_state`."""
+    """Return the state of a group that this rank belongs to; every rank belongs to the default group, None. Raises as
+    :func:`group_state`."""
     state = group_state(group)
     assert state is not None  # the caller has an operation in the group
     return state

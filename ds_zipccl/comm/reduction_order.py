@@ -30,7 +30,7 @@ from ds_zipccl.kernels.sums import divide, flushing, settle_nans
 class Received:
     """The tensors that the ranks of a group add to a sum: flat, of the sum's size and dtype. Each is asked for once.
 
-    ``own`` is the contribution of this rank, ``rank``, and needs no receive. ``exchange`` has the frames of the peers.
+    ``own`` is the contribution of this rank, ``rank``; those of its peers arrive in frames of ``exchange``.
     """
 
     def __init__(self, rank: int, exchange: Any, own: torch.Tensor) -> None:

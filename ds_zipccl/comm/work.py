@@ -134,7 +134,7 @@ class Work(Handle):
 
 
 class PointToPointWork(Work):
-    """A send or receive. ``source`` returns the group rank of the sender, after :meth:`wait`; None: of a send.
+    """A send or receive. ``source`` returns the group rank of the sender, after :meth:`wait`; None for a send.
 
     ``finish`` ends an operation that is posted to the transport, once, in the first :meth:`wait`. As with plain gloo, a posted operation
     counts as completed from its first :meth:`wait` on. None: :meth:`begin` runs the operation.

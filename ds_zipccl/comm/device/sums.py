@@ -163,8 +163,8 @@ def plain_to_owners(ctx: DeviceContext, parts: Sequence[Part], op: Any) -> None:
 
 
 def _sum(ctx: DeviceContext, parts: Mapping[int, Part], collective: Callable[[torch.Tensor], None]) -> None:
-    """Let a collective sum the parts of some ranks in their place where they follow each other. Otherwise pack them into rows of one
-    length, and unpack the own row if it is one of them."""
+    """Sum the parts of some ranks by a collective: in place if they are adjacent in one tensor. Otherwise they are packed into rows of one
+    length, and this rank's row is unpacked if it is one of them."""
     longest, dtype, streams = max(part.numel for part in parts.values()), _dtype_of(parts.values()), ctx.streams
     joined = _joined(list(parts.values()))
     if joined is not None:

@@ -59,7 +59,7 @@ def gather(
     if ctx.rounding is not None:
         return  # the own places have the values of the own frames
     for source, place in zip(sources, places[ctx.rank], strict=True):
-        if place is not source:  # the root of a broadcast has no output: torch counts the versions of what is written
+        if place is not source:  # as for the root of a broadcast: torch would count a write to its input
             place.copy_(source)
 
 

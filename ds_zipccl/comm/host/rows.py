@@ -90,8 +90,8 @@ class RowMemory:
 
 def coder_of(ctx: OpContext, request: Request, inputs: Sequence[torch.Tensor]) -> FrameCoder:
     """Return the coder of an all-to-all: one of rows where senders may choose frames by rows, equally on all ranks except for the width.
-    If this rank sends little, values stay as they are; ranks may differ there too, because a frame tells its values. Blocks in the first
-    operations of a group, see :meth:`ds_zipccl.comm.context.OpContext.has_row_kernels`."""
+    A rank that sends less than ``min_bytes`` sends its values exactly; ranks may differ, because every frame names its codec. Blocks in the
+    first operations of a group, see :meth:`ds_zipccl.comm.context.OpContext.has_row_kernels`."""
     exact = admission.is_small(sum(flat.nbytes for flat in inputs), ctx.config)
     if not ctx.has_row_kernels():
         return FrameCoder(ctx, exact=exact)
