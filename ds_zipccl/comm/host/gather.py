@@ -85,13 +85,11 @@ class Gathering:
         self._across, self._inside, self._coming, self._own = across, inside, coming, coming[ctx.rank]
         self._by_node = bool(ctx.nodes)
         # straight, all ranks are neighbors
-        nodes = ctx.nodes or [range(ctx.size)]
-        own = Levels.of(nodes, ctx.rank, ctx.size).node_ranks
+        levels = Levels.of(ctx.nodes or [range(ctx.size)], ctx.rank, ctx.size)
+        own, others = levels.node_ranks, [ranks for ranks in levels.nodes if ctx.rank not in ranks]
         self._neighbors = [rank for rank in ctx.peers if rank in own]
         # rank of this node -> the ranks of other nodes whose shards it receives and forwards
-        self._through = {
-            rank: [peer for peer in Levels.of(nodes, rank, ctx.size).peers if peer != rank] for rank in own
-        }
+        self._through = {rank: [ranks[place] for ranks in others] for place, rank in enumerate(own)}
         self._received = self._through[ctx.rank]
 
     @property
