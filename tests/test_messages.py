@@ -69,7 +69,8 @@ def parsed(text: str) -> Module:
         for node in inside:
             names = [_name(one) for one in dict.fromkeys((top, node))]
             for call in (one for one in ast.walk(node) if isinstance(one, ast.Call)):
-                called = [call.func, *(call.args[:1] if dotted(call.func).endswith("partial") else ())]
+                named = dotted(call.func).endswith(("partial", "staticmethod"))
+                called = [call.func, *(call.args[:1] if named else ())]
                 calls[".".join(filter(None, names))] |= set(map(dotted, called))
     imported = {
         alias.asname or alias.name: f"{one.module}.{alias.name}".replace(".", "/")

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from ds_zipccl import kernels, tensors
-from ds_zipccl.comm.group_state import group_state, hash_key
+from ds_zipccl.comm.group_state import hash_key, state_of
 from ds_zipccl.comm.transport import TRANSPORTS
 from ds_zipccl.comm.transport.protocol import TAGS_PER_COLLECTIVE, TagRange
 from ds_zipccl.comm.work import CommError
@@ -40,8 +40,7 @@ class Call:
     none do."""
 
     def __init__(self, op: str, group: dist.ProcessGroup, config: ZipcclConfig, role: str) -> None:
-        state = group_state(group)
-        assert state is not None  # a rank outside the group has no operation here
+        state = state_of(group)
         self.op, self.group, self.config, self.role, self.state = op, group, config, role, state
         self.rank, self.size = state.rank, state.size
         self.kind = ""
@@ -70,13 +69,9 @@ class Call:
         try:
             yield
         except FrameError as error:
-            raise self.refusal(peer, error) from error
-
-    def refusal(self, peer: int, error: FrameError) -> CommError:
-        """Return the error of a frame that ``peer`` has sent."""
-        differ = "; the two ranks are at different calls, or use different tensors in this one"
-        hint = differ if error.code == FrameErrorCode.MISMATCH else ""
-        return self.error(f"frame from global rank {self.global_rank(peer)} refused: {error}{hint}")
+            differ = "; the two ranks are at different calls, or use different tensors in this one"
+            hint = differ if error.code == FrameErrorCode.MISMATCH else ""
+            raise self.error(f"frame from global rank {self.global_rank(peer)} refused: {error}{hint}") from error
 
     def error(self, problem: str) -> CommError:
         """Return an error with the operation, the group, this rank and the problem."""
@@ -204,9 +199,8 @@ class Told:
         Raises:
             CommError: the tensor of a rank did not arrive.
         """
-        with (
-            self._lock
-        ):  # one wait ends a receive of gloo; all who come here wait for messages that are posted on all ranks
+        # one wait ends a receive of gloo; all who come here wait for messages that are posted on all ranks
+        with self._lock:
             try:
                 for handle in self._handles:
                     handle.wait()

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from ds_zipccl.comm.bases.state import GatheredParameter
-from ds_zipccl.comm.group_state import GroupState, find_nodes, group_state
+from ds_zipccl.comm.group_state import GroupState, find_nodes, group_state, state_of
 from ds_zipccl.comm.request import Post, Request
 from ds_zipccl.comm.transport import calibration
 from ds_zipccl.comm.work import Work
@@ -141,11 +141,9 @@ def engine_of(state: GroupState, device: str) -> Engine:
     return chosen[device]
 
 
-def engine_for(request: Request) -> Engine:
-    """Return the engine of a request that admission lets through."""
-    state = group_state(request.group)
-    assert state is not None  # admission lets no other rank through
-    return engine_of(state, request.tensor.device.type)
+def engine_for(call: Request | Post) -> Engine:
+    """Return the engine of a call that admission lets through."""
+    return engine_of(state_of(call.group), call.tensor.device.type)
 
 
 def parameter(
@@ -153,9 +151,7 @@ def parameter(
 ) -> GatheredParameter:  # fmt: skip
     """Return the state of a parameter whose gathers over a group name it, on all ranks; arguments as of :class:`.GatheredParameter`.
     ``trained``: optimizer steps change it; ranks may differ."""
-    state = group_state(group)
-    assert state is not None  # a rank outside the group has no shard
-    return engine_of(state, device).parameter(name, numel, dtype, trained)
+    return engine_of(state_of(group), device).parameter(name, numel, dtype, trained)
 
 
 def check_frames(
@@ -213,9 +209,7 @@ def calibrate(group: dist.ProcessGroup | None = None) -> LinkProfile:
         RuntimeError: a peer or the transport failed.
     """
     profile = calibration.measure(group)
-    state = group_state(group)
-    assert state is not None  # measure() has raised on a rank outside the group
-    state.profile = profile
+    state_of(group).profile = profile
     if group is None or group is dist.group.WORLD:
         find_nodes()
     return profile

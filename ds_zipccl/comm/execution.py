@@ -37,13 +37,17 @@ def execute(choice: Choice, request: Request) -> Any:
     request.inputs, request.outputs = tuple(request.inputs), tuple(request.outputs)
     if choice.decision.frames:
         return engine.engine_for(request).start(request, choice.decision)
-    if choice.decision.reason == PassReason.NOT_A_MEMBER.value:
+    options, reason = request.options, choice.decision.reason
+    if reason == PassReason.NOT_A_MEMBER.value:
         return request.plain(request.inputs, request.outputs, request.async_op)
-    if choice.decision.reason == PassReason.TRACED.value:
+    if reason == PassReason.TRACED.value:
         return _uncompressed(request)
-    handle = _execute_plain(choice, request)
-    if choice.decision.reason in _NOTED:
-        engine.engine_for(request).passed(request, handle, choice.decision.reason)
+    # where schedules compete, the plain collective gets tensors in the element order of ours: results must not depend on the choice
+    in_order = choice.competing and not _suits_plain(request)
+    handle = _plain_in_order(request) if in_order else _uncompressed(request)
+    counters.record_pass(options.role, request.op, request.sent_bytes(), reason, kind=options.kind)
+    if reason in _NOTED:
+        engine.engine_for(request).passed(request, handle, reason)
     return handle
 
 
@@ -60,16 +64,6 @@ def pass_small(
     sent = OPS[op].sent_bytes(nbytes, group_size(group))
     counters.record_pass(options.role, op, sent, reason.value, kind=options.kind)
     return (options.uncompressed_call or plain)()
-
-
-def _execute_plain(choice: Choice, request: Request) -> Any:
-    """Execute a call by the plain collective. Where schedules compete, results must not depend on the choice: the plain collective then
-    gets tensors in the element order of our schedules."""
-    in_order = choice.competing and not _suits_plain(request)
-    handle = _plain_in_order(request) if in_order else _uncompressed(request)
-    options, reason = request.options, choice.decision.reason
-    counters.record_pass(options.role, request.op, request.sent_bytes(), reason, kind=options.kind)
-    return handle
 
 
 def _uncompressed(request: Request) -> Any:

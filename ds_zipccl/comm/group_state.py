@@ -138,14 +138,21 @@ def group_state(group: dist.ProcessGroup | None) -> GroupState | None:
     return state
 
 
+def state_of(group: dist.ProcessGroup | None) -> GroupState:
+    """Return the state of a group that this rank belongs to; every rank belongs to the default group, None. Raises as
+    :func:`group_state`."""
+    state = group_state(group)
+    assert state is not None  # the caller has an operation in the group
+    return state
+
+
 def hash_key() -> bytes:
     """Return the key of this job's hashes: random bytes that one rank has drawn, which no writer of training data knows. An operation uses
     that of its context, as it may outlive the default group.
 
     The first call blocks for the rendezvous store; no rank waits for another one there.
     """
-    world = group_state(None)
-    assert world is not None  # every rank is in the default group
+    world = state_of(None)
     if world.hash_key is None:
         world.hash_key = topology.secret()
     return world.hash_key
@@ -204,9 +211,7 @@ def find_nodes() -> None:
 
     Before, gathers do not go by node and sums do not go in two levels.
     """
-    state = group_state(None)
-    assert state is not None  # every rank is in the default group
-    state.places = topology.find(resolve_group(None))
+    state_of(None).places = topology.find(resolve_group(None))
 
 
 def nodes_of_job() -> Sequence[Sequence[int]]:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -22,47 +22,34 @@ from ds_zipccl.comm.buffer_pool import PooledBuffers
 from ds_zipccl.comm.group_state import GroupState, group_nodes, group_state, resolve_group
 from ds_zipccl.comm.shadow_check import Tolerance
 from ds_zipccl.comm.spans import length
-from ds_zipccl.comm.transport import documented_sums
+from ds_zipccl.comm.transport import TRANSPORTS
 from ds_zipccl.config import ROLES, ConfigError, ZipcclConfig
 from ds_zipccl.kernels.sums import divide, flushing, settle_nans
 
 
-class Contributions(Protocol):
+class Received:
     """The tensors that the ranks of a group add to a sum: flat, of the sum's size and dtype. Each is asked for once.
 
-    ``own`` is the contribution of this rank, ``rank``, and needs no receive.
+    ``own`` is the contribution of this rank, ``rank``; those of its peers arrive in frames of ``exchange``.
     """
-
-    rank: int
-    own: torch.Tensor
-
-    def take(self, rank: int, into: torch.Tensor) -> torch.Tensor:
-        """Return the contribution of ``rank``: in ``into``, or in another tensor. Blocks until the contribution has arrived."""
-
-    def add(self, rank: int, sums: torch.Tensor) -> None:
-        """Add the contribution of ``rank`` to ``sums``, of the contribution's dtype or float32. Blocks as :meth:`take`."""
-
-    def add_taken(self, taken: torch.Tensor, sums: torch.Tensor) -> None:
-        """Add ``taken``, a result of :meth:`take` or a part of one, to ``sums`` of the same dtype."""
-
-
-class Received:
-    """:class:`Contributions`: ``own``, the contribution of ``rank``, and the frames of its peers, of which ``exchange`` has the words."""
 
     def __init__(self, rank: int, exchange: Any, own: torch.Tensor) -> None:
         self._exchange, self.rank, self.own = exchange, rank, own
 
     def take(self, rank: int, into: torch.Tensor) -> torch.Tensor:
+        """Return the contribution of ``rank``: in ``into``, or in another tensor. Blocks until the contribution has arrived."""
         found: torch.Tensor = self.own if rank == self.rank else self._exchange.recv(rank, into)
         return found
 
     def add(self, rank: int, sums: torch.Tensor) -> None:
+        """Add the contribution of ``rank`` to ``sums``, of the contribution's dtype or float32. Blocks as :meth:`take`."""
         if rank == self.rank:
             self._exchange.add(self.own, sums)
         else:
             self._exchange.recv_add(rank, self.own.dtype, sums)
 
     def add_taken(self, taken: torch.Tensor, sums: torch.Tensor) -> None:
+        """Add ``taken``, a result of :meth:`take` or a part of one, to ``sums`` of the same dtype."""
         self._exchange.add(taken, sums)
 
 
@@ -81,7 +68,7 @@ class Reduction:
 
     def fold(
         self,
-        contributions: Contributions,
+        contributions: Received,
         out: torch.Tensor,
         spans: Sequence[slice],
         chunk: int,
@@ -144,7 +131,7 @@ class Reduction:
 
 
 def add_in_fp32(
-    contributions: Contributions,
+    contributions: Received,
     ranks: Sequence[int],
     out: torch.Tensor,
     flushes: Mapping[int, bool] | Sequence[bool],
@@ -164,7 +151,7 @@ def add_in_fp32(
 
 
 def _add_in_order(
-    contributions: Contributions,
+    contributions: Received,
     ranks: Sequence[int],
     total: torch.Tensor,
     buffer: torch.Tensor,
@@ -235,7 +222,7 @@ def arithmetic(
 @functools.lru_cache
 def _exactness(kind: str, backend: str, op: str, ranks: int) -> tuple[Reduction, Tolerance]:
     if kind == "auto":
-        kind = "match" if documented_sums(backend) else "fp32"
+        kind = "match" if backend in TRANSPORTS else "fp32"
     exact = kind == "match" or (ranks == 2 and op == "SUM")
     return Reduction(kind, op, ranks), "nan" if exact else "rounding"
 

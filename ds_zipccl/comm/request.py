@@ -203,23 +203,11 @@ class Request:
         return OPS[self.op].sent_bytes(self.numel * itemsize, ranks) if sends else 0
 
 
-class Change(NamedTuple):
-    """The change of a message's values: by a codec, or by factors, whose product the tensor then is; or none."""
-
-    codec: LossyCodec | None = None
-    factored: Factored | None = None
-
-    def frames(self, ctx: Call) -> LossyFrames | None:
-        """Return what makes the frames of the message in the place of the exact encoder, if anything does."""
-        return None if self.codec is None else LossyFrames(ctx, self.codec)
-
-    def carried(self, flat: torch.Tensor) -> torch.Tensor:
-        """Return the values that the receiver gets, in new memory; blocks."""
-        return flat.clone() if self.codec is None else project(flat, self.codec)
-
-
 class Post(NamedTuple):
-    """One message between this rank and the group rank ``peer``, None: any rank; the decision on it, and the change of its values."""
+    """One message between this rank and the group rank ``peer``, None: any rank; and the decision on it.
+
+    What changes the values of frames: a ``codec``; or ``factored``, factors, whose product ``tensor`` then is; or neither.
+    """
 
     tensor: torch.Tensor
     group: dist.ProcessGroup
@@ -228,7 +216,8 @@ class Post(NamedTuple):
     config: ZipcclConfig
     role: str
     decision: admission.Decision
-    change: Change = Change()
+    codec: LossyCodec | None = None
+    factored: Factored | None = None
 
     def changed(self, op: str, options: SendOptions) -> Post:
         """Return the message with the values that its codec or its factors give it, with frames and without: they must not depend on
@@ -240,9 +229,9 @@ class Post(NamedTuple):
             return self
         if isinstance(lossy, Factoring):
             factored = lossy.factored(self.tensor, op, self.config.route)
-            return self if factored is None else self._replace(tensor=factored.values, change=Change(factored=factored))
+            return self if factored is None else self._replace(tensor=factored.values, factored=factored)
         if self.decision.frames:
-            return self._replace(change=Change(lossy))
+            return self._replace(codec=lossy)
         return self._replace(tensor=LossyFrames(Call(op, self.group, self.config, self.role), lossy).alone(self.tensor))
 
 

@@ -218,16 +218,15 @@ class Levels:
     def peers(self) -> Sequence[int]:
         return [ranks[self.local_rank] for ranks in self.nodes]
 
+    @property
+    def turns(self) -> Sequence[Sequence[int]]:
+        """All nodes, the own one last: every rank begins with another node, so that not all frames enter one node at a time."""
+        return [*self.nodes[self.node + 1 :], *self.nodes[: self.node + 1]]
+
 
 def levels(nodes: Sequence[Sequence[int]]) -> bool:
     """Return whether there are several nodes with several ranks each, and the same number of ranks on all nodes."""
     return len(nodes) > 1 and len(nodes[0]) > 1 and len({len(ranks) for ranks in nodes}) == 1
-
-
-def local_ranks(nodes: Sequence[Sequence[int]]) -> list[list[int]]:
-    """Return the ranks of each local rank: the ranks with the same place in their nodes, in the order of the nodes. Nodes have equally
-    many."""
-    return [list(ranks) for ranks in zip(*nodes, strict=True)]
 
 
 def peer_rows(peers: Sequence[int]) -> slice:
@@ -237,4 +236,4 @@ def peer_rows(peers: Sequence[int]) -> slice:
 
 def ascending(nodes: Sequence[Sequence[int]]) -> bool:
     """Return whether the ranks of every node and of every local rank ascend, as those of a group do. Nodes have equally many ranks."""
-    return all(list(ranks) == sorted(ranks) for ranks in (*nodes, *local_ranks(nodes)))
+    return all(list(ranks) == sorted(ranks) for ranks in (*nodes, *zip(*nodes, strict=True)))

@@ -134,20 +134,37 @@ class Work(Handle):
 
 
 class PointToPointWork(Work):
-    """A send or receive. ``source`` returns the group rank of the sender, after :meth:`wait`.
+    """A send or receive. ``source`` returns the group rank of the sender, after :meth:`wait`; None for a send.
+
+    ``finish`` ends an operation that is posted to the transport, once, in the first :meth:`wait`. As with plain gloo, a posted operation
+    counts as completed from its first :meth:`wait` on. None: :meth:`begin` runs the operation.
 
     ``limit``: the longest :meth:`wait` that names no timeout. The time counts from that call on, as with plain gloo: a program may post a
     receive long before the message.
     """
 
     def __init__(
-        self, name: str, tensors: Sequence[torch.Tensor], source: Callable[[], int], limit: timedelta | None = None
+        self,
+        name: str,
+        tensors: Sequence[torch.Tensor],
+        source: Callable[[], int] | None,
+        finish: Callable[[timedelta | None], None] | None = None,
+        limit: timedelta | None = None,
     ) -> None:
         super().__init__(name, tensors)
-        self._source, self._limit = source, limit
+        self._source, self._finish, self._limit = source, finish, limit
+        self._lock = threading.Lock()
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """As :meth:`Work.wait`."""
+        """As :meth:`Work.wait`. A posted operation is sent, or decompressed into the tensor, on this thread.
+
+        Raises:
+            CommError: also where a frame did not arrive in ``timeout`` (gloo then closes the connection), or is refused.
+        """
+        with self._lock:
+            finish, self._finish = self._finish, None
+            if finish is not None:
+                self._run(lambda: finish(timeout))
         return super().wait(self._limit if timeout is None else timeout)
 
     def get_future(self) -> torch.futures.Future[list[torch.Tensor]]:
@@ -156,40 +173,10 @@ class PointToPointWork(Work):
         raise RuntimeError(f"get_future() is for collectives, this is {self._name}; call wait()")
 
     def source_rank(self) -> int:
-        """Return the group rank of the sender, after :meth:`wait`."""
-        return self._source()
+        """Return the group rank of the sender, after :meth:`wait`. Raises RuntimeError for a send."""
+        return super().source_rank() if self._source is None else self._source()
 
     _source_rank = source_rank
-
-
-class PostedWork(PointToPointWork):
-    """A send or receive that is posted to the transport. ``finish`` runs once, in the first :meth:`wait`.
-
-    As with plain gloo, a posted operation counts as completed from its first :meth:`wait` on.
-    """
-
-    def __init__(
-        self,
-        name: str,
-        tensors: Sequence[torch.Tensor],
-        finish: Callable[[timedelta | None], None],
-        source: Callable[[], int],
-    ) -> None:
-        super().__init__(name, tensors, source)
-        self._finish: Callable[[timedelta | None], None] | None = finish
-        self._lock = threading.Lock()
-
-    def wait(self, timeout: timedelta | None = None) -> bool:
-        """Block until the frame is sent, or decompressed into the tensor; may be called again.
-
-        Raises:
-            CommError: the frame did not arrive in ``timeout`` (gloo then closes the connection), or the frame is refused.
-        """
-        with self._lock:
-            finish, self._finish = self._finish, None
-            if finish is not None:
-                self._run(lambda: finish(timeout))
-        return super().wait()
 
 
 class JoinedWork(Handle):

@@ -373,13 +373,12 @@ def sharing(rank: int, ranks: int, nodes: Nodes) -> None:
 
 def other_order_of_nodes() -> None:
     """From now on the nodes are added from the last to the first."""
-    build = host_sums.NodeAdder.__init__
+    right = host_sums.add_in_fp32
 
-    def wrong(self: Any, ctx: Any, *more: Any) -> None:
-        build(self, ctx, *more)
-        self._local_rank = self._local_rank[::-1]
+    def wrong(contributions: Any, ranks: Any, *more: Any) -> None:
+        right(contributions, ranks[::-1] if len(more) > 2 else ranks, *more)
 
-    host_sums.NodeAdder.__init__ = wrong  # type: ignore[method-assign]
+    host_sums.add_in_fp32 = wrong
 
 
 def other_order_in_nodes() -> None:

@@ -212,7 +212,7 @@ def products() -> None:
     def add(self: Any, rank: int, into: torch.Tensor) -> None:
         into.mul_(3) if rank == 2 else None
 
-    host_sums._Alike.add = add  # type: ignore[method-assign]
+    host_sums._Equal.add = add  # type: ignore[method-assign]
 
 
 def of_one_rank() -> None:

@@ -165,7 +165,7 @@ def test_threads_end_with_their_last_operation() -> None:
 
 def test_handles_are_those_of_torch() -> None:
     """Programs ask for the type, and torch's own functions too."""
-    posted = work.PostedWork("send", [], lambda timeout: None, lambda: 0)
+    posted = work.PointToPointWork("send", [], None, lambda timeout: None)
     on_streams = StreamWork("trial", streams_of(torch.device("cpu")), None, [], [])
     for handle in (work.done("trial", []), posted, work.JoinedWork("trial", [], []), on_streams):
         assert isinstance(handle, dist.Work)

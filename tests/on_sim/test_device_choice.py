@@ -351,14 +351,14 @@ def unknown_marks(rank: int, ranks: int) -> None:
     ctx = DeviceContext("step", resolve_group(None), config, "dp", "cascade", torch.device("cuda", rank))
     first, flag = calibration.mark(ctx.device), streams.Flag()
     flag.wait()
-    behind = calibration.Span(first, calibration.mark(ctx.device))
-    assert behind.nanoseconds() == 1 << 62  # the device has not come to it
+    behind = calibration.mark(ctx.device)
+    assert calibration.nanoseconds(first, behind) == 1 << 62  # the device has not come to it
     flag.set()
-    assert calibration.Span(None, first).nanoseconds() == 1 << 62
-    own = calibration.Span(7, 9 if rank else 10).nanoseconds()
+    assert calibration.nanoseconds(None, first) == 1 << 62
+    own = calibration.nanoseconds(7, 9 if rank else 10)
     assert calibration.agreed_seconds(ctx, [own, 5 if rank else 1 << 62]) == [3e-9, float("inf")]
-    assert behind.nanoseconds() < 1 << 62
-    assert calibration._median(ctx, [calibration.Span(7, 7)] * 3) == 1e-6, "the clock stood still"
+    assert calibration.nanoseconds(first, behind) < 1 << 62
+    assert calibration._median(ctx, [(7, 7)] * 3) == 1e-6, "the clock stood still"
 
 
 def test_speeds_are_slopes() -> None:

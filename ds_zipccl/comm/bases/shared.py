@@ -138,8 +138,7 @@ def node_refused(group: dist.ProcessGroup) -> str:
     if sizes == [1]:
         return "it has one rank per node, on which a whole copy would lie"
     if any(
-        len({after - before for before, after in itertools.pairwise(ranks)}) > 1
-        for ranks in topology.local_ranks(nodes)
+        len({after - before for before, after in itertools.pairwise(ranks)}) > 1 for ranks in zip(*nodes, strict=True)
     ):
         return "its ranks lie on its nodes in no regular order"
     return ""

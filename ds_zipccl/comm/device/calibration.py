@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -16,7 +16,7 @@ import torch.distributed as dist
 from ds_zipccl import devices, tensors
 from ds_zipccl.codecs import compress_bound
 from ds_zipccl.comm.device.context import DeviceContext
-from ds_zipccl.comm.device.sizes import agree, to_device
+from ds_zipccl.comm.device.sizes import agree, largest
 from ds_zipccl.comm.device.streams import Stage
 from ds_zipccl.comm.group_state import group_nodes
 from ds_zipccl.config import ZipcclConfig
@@ -28,21 +28,14 @@ from ds_zipccl.policy.cost_model import DeviceProfile, Topology
 _UNKNOWN = 1 << 62
 
 
-class Span(NamedTuple):
-    """Two marks of one device; None: the mark was not made."""
-
-    first: Any
-    last: Any
-
-    def nanoseconds(self) -> int:
-        """Return the time between the marks; ``1 << 62`` where a mark is missing, or the device has not come to it. Does not block."""
-        if self.first is None or self.last is None:
-            return _UNKNOWN
-        if isinstance(self.first, int):
-            return int(self.last - self.first)
-        if not (self.first.query() and self.last.query()):
-            return _UNKNOWN
-        return int(self.first.elapsed_time(self.last) * 1e6)
+def nanoseconds(first: Any, last: Any) -> int:
+    """Return the time between two marks of one device; ``1 << 62`` where the first was not made (None), or the device has not come to both.
+    Does not block."""
+    if first is None:
+        return _UNKNOWN
+    if isinstance(first, int):
+        return int(last - first)
+    return int(first.elapsed_time(last) * 1e6) if first.query() and last.query() else _UNKNOWN
 
 
 def mark(device: torch.device) -> Any:
@@ -55,15 +48,14 @@ def mark(device: torch.device) -> Any:
     return event
 
 
-def agreed_seconds(ctx: DeviceContext, nanoseconds: Sequence[int]) -> list[float]:
-    """Return the seconds of the slowest rank for each time, infinite where a rank does not know its own. An agreement.
+def agreed_seconds(ctx: DeviceContext, times: Sequence[int]) -> list[float]:
+    """Return the seconds of the slowest rank for each of its times in nanoseconds, infinite where a rank does not know its own. An
+    agreement.
 
     Raises:
         CommError: as :func:`.sizes.agree`.
     """
-    with ctx.streams.on(Stage.ENCODE):
-        words = to_device(ctx.streams, nanoseconds)
-    return [found / 1e9 if found < _UNKNOWN else float("inf") for found in agree(ctx, [words])]
+    return [found / 1e9 if found < _UNKNOWN else float("inf") for found in largest(ctx, *times)]
 
 
 # ---- measuring -------------------------------------------------------------------------------------------------------
@@ -129,18 +121,18 @@ def _points(
     return trial.in_rounds(sizes, called, _BUDGET_S)
 
 
-def _spans(clock: torch.device, work: Callable[[], object]) -> list[Span]:
+def _spans(clock: torch.device, work: Callable[[], object]) -> list[tuple[Any, Any]]:
     """Call ``work`` between marks of a device."""
     spans = []
     for _ in range(_CALLS):
         first = mark(clock)
         work()
-        spans.append(Span(first, mark(clock)))
+        spans.append((first, mark(clock)))
     return spans
 
 
-def _median(ctx: DeviceContext, spans: Sequence[Span]) -> float:
-    agreed = agreed_seconds(ctx, [span.nanoseconds() for span in spans])
+def _median(ctx: DeviceContext, spans: Sequence[tuple[Any, Any]]) -> float:
+    agreed = agreed_seconds(ctx, [nanoseconds(*span) for span in spans])
     return max(_LEAST_S, statistics.median(agreed[1:]))
 
 

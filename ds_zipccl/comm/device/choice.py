@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from ds_zipccl.comm.device import calibration, first_steps
-from ds_zipccl.comm.device.calibration import Span, agreed_seconds, mark
+from ds_zipccl.comm.device.calibration import agreed_seconds, mark, nanoseconds
 from ds_zipccl.comm.device.context import DeviceContext, cut_of
 from ds_zipccl.comm.device.exchange import note_plain
 from ds_zipccl.comm.device.reserve import reserve
@@ -28,6 +28,7 @@ from ds_zipccl.comm.group_state import (
     group_state,
     nodes_of_job,
     resolve_group,
+    state_of,
 )
 from ds_zipccl.comm.reduction_order import match_refused
 from ds_zipccl.comm.request import Request
@@ -124,9 +125,7 @@ class GroupChoice:
 
 def _of_job() -> GroupChoice:
     """Return the choice of the default group."""
-    world = group_state(None)
-    assert world is not None  # every rank is in the default group
-    return world.of(GroupChoice)
+    return state_of(None).of(GroupChoice)
 
 
 def lacks_memory() -> bool:
@@ -190,9 +189,7 @@ def passed(request: Request, handle: Any, reason: str) -> None:
 
 def _rule(group: dist.ProcessGroup, device: str) -> Rule | None:
     """Return the static rule of a group, None while its nodes are unknown."""
-    state, profile = group_state(group), device_profile(device)
-    assert state is not None  # a rank outside the group has no operation here
-    own = state.of(GroupChoice)
+    profile, own = device_profile(device), state_of(group).of(GroupChoice)
     if own.rule is None or own.rule[0] is not profile:
         settled, nodes = _of_job().settled, group_nodes(group)
         if not nodes:
@@ -234,7 +231,7 @@ def saved_by_bases(kind: str, nbytes: int, group: dist.ProcessGroup, device: str
 def _agreed(config: ZipcclConfig, device: torch.device, spans: Sequence[tuple[Any, Any]]) -> list[float]:
     """Return the seconds of the slowest rank between the marks of each pair, see :class:`.steps.Clock`."""
     ctx = DeviceContext("step", resolve_group(None), config, "dp", config.codec, device)
-    return agreed_seconds(ctx, [Span(*span).nanoseconds() for span in spans])
+    return agreed_seconds(ctx, [nanoseconds(*span) for span in spans])
 
 
 def end_step(engine: Any) -> None:

@@ -14,7 +14,7 @@ from ds_zipccl.comm.bases.state import AGREEMENT
 from ds_zipccl.comm.context import Call
 from ds_zipccl.comm.device.reports import reports_of
 from ds_zipccl.comm.device.streams import Stage, streams_of
-from ds_zipccl.comm.group_state import device_profile, group_nodes, group_profile, group_state
+from ds_zipccl.comm.group_state import device_profile, group_nodes, group_profile, state_of
 from ds_zipccl.comm.topology import Levels
 from ds_zipccl.comm.transport import COLLECTIVE_TRANSPORTS
 from ds_zipccl.config import ZipcclConfig
@@ -51,8 +51,7 @@ class _Found:
 
 def cut_of(group: dist.ProcessGroup, device: str) -> Cut:
     """Return the cut of a group, equal on all its ranks, of which this one is one."""
-    state, profile = group_state(group), device_profile(device)
-    assert state is not None
+    state, profile = state_of(group), device_profile(device)
     found = state.of(_Found)
     if found.cut is None or found.profile is not profile:
         levels = Levels.of(group_nodes(group), state.rank, state.size)
@@ -70,9 +69,8 @@ def cut_of(group: dist.ProcessGroup, device: str) -> Cut:
 
 def staging_of(config: ZipcclConfig, device: torch.device) -> int:
     """Return the bytes of the staging buffers of a device: those of the config, otherwise those on which all ranks have agreed."""
-    world = group_state(None)
-    assert world is not None  # every rank is in the default group
-    return config.staging if config.staging_mib else world.device_staging.get(device.type, config.staging)
+    agreed = state_of(None).device_staging.get(device.type, config.staging)
+    return config.staging if config.staging_mib else agreed
 
 
 class DeviceContext(Call):

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from ds_zipccl import devices, tensors
 from ds_zipccl.comm.bases.in_place import InPlaceBase
@@ -26,11 +25,9 @@ from ds_zipccl.comm.lossy.frames import LossyFrames
 from ds_zipccl.comm.request import Request, compare_by, copy_back, equal_shards, logical_order, memory_order, shadow_of
 from ds_zipccl.comm.spans import cut
 from ds_zipccl.comm.topology import Levels
-from ds_zipccl.config import ZipcclConfig
 from ds_zipccl.ops import OPS
 from ds_zipccl.policy import wire
 from ds_zipccl.policy.admission import Decision, PassReason
-from ds_zipccl.policy.settled import Settled
 from ds_zipccl.telemetry import counters
 
 Tensors = list[torch.Tensor]
@@ -61,8 +58,7 @@ class StreamEngine(Engine):
         pays = not chosen or pays_now(request)
         return None if pays else PassReason.SMALL_GAIN
 
-    def passed(self, request: Request, handle: Any, reason: str) -> None:
-        choice.passed(request, handle, reason)
+    passed = staticmethod(choice.passed)
 
     @torch.inference_mode()
     @tensors.undisturbed()
@@ -98,31 +94,13 @@ class StreamEngine(Engine):
     def parameter(self, name: str, numel: int, dtype: torch.dtype | None, trained: bool) -> GatheredParameter:
         return Agreed(name, numel, dtype)
 
-    def agree_ahead(
-        self, parameters: Sequence[tuple[GatheredParameter, torch.Tensor]], group: dist.ProcessGroup, config: ZipcclConfig, role: str,
-        codec: str,
-    ) -> int:  # fmt: skip
-        return agreed.agree_ahead(parameters, group, config, role, codec)
-
-    def check_frames(
-        self, device: torch.device, group: dist.ProcessGroup | None, config: ZipcclConfig, role: str
-    ) -> None:
-        agreed.check_frames(device, group, config, role)
-
-    def kinds_of_bases(self, group: dist.ProcessGroup, device: str) -> tuple[str, ...]:
-        return choice.kinds_of_bases(group, device)
-
-    def saved_by_bases(self, kind: str, nbytes: int, group: dist.ProcessGroup, device: str) -> float:
-        return choice.saved_by_bases(kind, nbytes, group, device)
-
-    def settle(self, config: ZipcclConfig, device: torch.device) -> Settled | None:
-        return choice.settle(config, device)
-
-    def end_step(self, engine: Any) -> None:
-        choice.end_step(engine)
-
-    def never_coded(self, op: str, group: dist.ProcessGroup | None, device: str) -> PassReason | None:
-        return choice.never_coded(op, group, device)
+    agree_ahead = staticmethod(agreed.agree_ahead)
+    check_frames = staticmethod(agreed.check_frames)
+    kinds_of_bases = staticmethod(choice.kinds_of_bases)
+    saved_by_bases = staticmethod(choice.saved_by_bases)
+    settle = staticmethod(choice.settle)
+    end_step = staticmethod(choice.end_step)
+    never_coded = staticmethod(choice.never_coded)
 
     def finish(self, place: torch.device, seconds: float) -> bool:
         return sizes.ended(streams_of(place).record_all(), seconds)
@@ -187,17 +165,12 @@ def _exchange(ctx: DeviceContext, request: Request, inputs: Tensors, outputs: Te
 
 
 def _reduce_scatter(ctx: DeviceContext, request: Request, inputs: Tensors, outputs: Tensors) -> None:
-    (whole,), (out,) = inputs, outputs
-    _sum_parts(ctx, request, [Part((whole, span)) for span in cut(whole.numel(), out.numel(), ctx.size)], out)
-
-
-def _reduce_scatter_list(ctx: DeviceContext, request: Request, inputs: Tensors, outputs: Tensors) -> None:
-    _sum_parts(ctx, request, [Part.of(shard) for shard in inputs], outputs[0])
-
-
-def _sum_parts(ctx: DeviceContext, request: Request, parts: Sequence[Part], out: torch.Tensor) -> None:
-    levels = Levels.of(request.sum.nodes, ctx.rank, ctx.size)
-    _sums(ctx).reduce_scatter(ctx, levels, parts, Part.of(out), request.sum.reduction.divisor)
+    (out,), summed = outputs, request.sum
+    parts = [Part.of(shard) for shard in inputs]
+    if request.op == "reduce_scatter_tensor":
+        parts = [Part((inputs[0], span)) for span in cut(len(inputs[0]), len(out), ctx.size)]
+    levels = Levels.of(summed.nodes, ctx.rank, ctx.size)
+    _sums(ctx).reduce_scatter(ctx, levels, parts, Part.of(out), summed.reduction.divisor)
 
 
 def _sums(ctx: DeviceContext) -> Any:
@@ -230,7 +203,7 @@ COLLECTIVES: dict[str, Callable[[DeviceContext, Request, Tensors, Tensors], None
     "all_to_all": _exchange,
     "all_to_all_single": _exchange,
     "reduce_scatter_tensor": _reduce_scatter,
-    "reduce_scatter": _reduce_scatter_list,
+    "reduce_scatter": _reduce_scatter,
     "all_reduce": _all_reduce,
     "all_reduce_coalesced": _all_reduce,
     "reduce_to_owners": _to_owners,

@@ -23,7 +23,7 @@ from ds_zipccl.comm.device.context import DeviceContext
 from ds_zipccl.comm.device.gather import encoded_sizes, slot_of
 from ds_zipccl.comm.device.sizes import agree, agreement, exchange_words
 from ds_zipccl.comm.device.streams import Stage
-from ds_zipccl.comm.group_state import device_profile, group_nodes, group_state, resolve_group
+from ds_zipccl.comm.group_state import device_profile, group_nodes, resolve_group, state_of
 from ds_zipccl.comm.request import Request
 from ds_zipccl.frame import HEADER_BYTES
 from ds_zipccl.kernels.cuda.jobs import frame_bytes
@@ -113,9 +113,8 @@ def note_plain(request: Request) -> None:
 
 
 def _backoff(request: Request) -> wire.Backoff:
-    state = group_state(request.group)
-    assert state is not None  # a rank outside the group has no exchange
-    return state.of(_Backoffs)[_kind(request.op, request.options.role, request.tensor.dtype, request.numel)]
+    kind = _kind(request.op, request.options.role, request.tensor.dtype, request.numel)
+    return state_of(request.group).of(_Backoffs)[kind]
 
 
 def _pays(group: dist.ProcessGroup, device: str, nbytes: float, coded: float) -> bool:

@@ -105,9 +105,8 @@ class FirstSteps:
         ctx = DeviceContext(*request.call(self._config.codec), request.tensor.device)
         ctx.reports, lacks = self._reports[role], 0
         if (self._ended + self._calls[kind]) % 2 and ctx.cut.levels_from < math.inf:
-            ctx.cut = ctx.cut._replace(
-                levels_from=0
-            )  # parts of calls may be too small for a schedule that whole ones take
+            # parts of calls may be too small for a schedule that whole ones take
+            ctx.cut = ctx.cut._replace(levels_from=0)
         with ctx.streams.on(Stage.DECODE):
             if handle is not None:
                 handle.wait()

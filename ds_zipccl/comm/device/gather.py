@@ -71,6 +71,10 @@ class Plan:
     in_levels: bool = False
 
 
+#: The tables of gathers, which programs repeat.
+_table = functools.lru_cache(maxsize=4096)(GatherTable)
+
+
 def pieces_of(numels: Sequence[Sequence[int]], itemsize: int, ranks: int, budget: int) -> list[Piece]:
     """Return the pieces of shards whose parameters have ``numels`` elements. A piece has no more than one parameter."""
     found = []
@@ -202,8 +206,20 @@ def send_planned(
                 all_gather(ctx, shard.whole, shard.own)
                 ctx.count(0, shard.own.nbytes * (ctx.size - 1))
     for fragment in plan.fragments:
-        part = slice(fragment.first, fragment.last)
-        _fragment(ctx, shards, plan.pieces[part], fragment, None if lasts is None else lasts[part], plan.in_levels)
+        part, table, nbytes = slice(fragment.first, fragment.last), fragment.table, fragment.table.part_bytes
+        pieces, code = plan.pieces[part], ctx.codec if lasts is None else "delta"
+        with ctx.streams.staging(nbytes * ctx.size, ctx.budget) as staging:
+            own = staging[ctx.rank * nbytes : (ctx.rank + 1) * nbytes]
+            with ctx.streams.on(Stage.ENCODE):
+                bases = None if lasts is None else lasts[part]
+                ctx.route.encode_gather(words_of(shards, pieces), code, table, own, bases=bases)
+            with ctx.streams.wire():
+                all_gather(ctx, staging, own, plan.in_levels)
+            with ctx.streams.on(Stage.DECODE):
+                outs = shards[0].whole if len(shards) == 1 else [shards[piece.shard].whole for piece in pieces]
+                status = ctx.reports.word(ctx.where(), fragment.names)
+                ctx.route.decode_gather(staging, table, outs, ctx.rank, status, bases=None if lasts is None else outs)
+        ctx.count(0, nbytes * (ctx.size - 1))
 
 
 def all_gather(ctx: DeviceContext, whole: torch.Tensor, own: torch.Tensor, in_levels: bool | None = None) -> None:
@@ -258,32 +274,3 @@ def slot_of(nbytes: int, frame: int) -> tuple[int, bool]:
     they are."""
     raw = not frame or not wire.shrinks(nbytes, frame)
     return wire.slot_bytes(nbytes + HEADER_BYTES if raw else frame), raw
-
-
-@functools.lru_cache(maxsize=4096)
-def _table(parameters: tuple[Parameter, ...], dtype: torch.dtype, block: int, ranks: int) -> GatherTable:
-    return GatherTable(parameters, dtype, block, ranks)
-
-
-def _fragment(
-    ctx: DeviceContext,
-    shards: Sequence[Shard],
-    pieces: Sequence[Piece],
-    fragment: Fragment,
-    lasts: Sequence[torch.Tensor] | None,
-    in_levels: bool,
-) -> None:
-    table, streams = fragment.table, ctx.streams
-    part_bytes = table.part_bytes
-    with streams.staging(part_bytes * ctx.size, ctx.budget) as staging:
-        part = staging[ctx.rank * part_bytes : (ctx.rank + 1) * part_bytes]
-        with streams.on(Stage.ENCODE):
-            code = ctx.codec if lasts is None else "delta"
-            ctx.route.encode_gather(words_of(shards, pieces), code, table, part, bases=lasts)
-        with streams.wire():
-            all_gather(ctx, staging, part, in_levels)
-        with streams.on(Stage.DECODE):
-            outs = shards[0].whole if len(shards) == 1 else [shards[piece.shard].whole for piece in pieces]
-            status = ctx.reports.word(ctx.where(), fragment.names)
-            ctx.route.decode_gather(staging, table, outs, ctx.rank, status, bases=None if lasts is None else outs)
-    ctx.count(0, part_bytes * (ctx.size - 1))

@@ -152,9 +152,8 @@ def gather(ctx: DeviceContext, own: Part, places: Sequence[Part], exact: bool = 
                 frame = frames.encode(torch.cat(words.views()), staging[:room]) if words.numel else staging[:0]
             slot = wire.slot_bytes(largest(ctx, len(frame))[0])
             slots = staging[room:][: slot * ctx.size]
-            in_levels = (
-                slots.nbytes >= ctx.cut.levels_from if in_levels is None else in_levels
-            )  # the shorter last one too
+            if in_levels is None:  # the shorter last one goes as the first one
+                in_levels = slots.nbytes >= ctx.cut.levels_from
             with streams.wire():
                 exact_gather.all_gather(ctx, slots, staging[:slot], in_levels)
             frames.arrived = dict(enumerate(slots.split(slot)))

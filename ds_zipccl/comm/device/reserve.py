@@ -11,7 +11,7 @@ import torch
 from ds_zipccl import devices, tensors
 from ds_zipccl.comm.device.context import DeviceContext
 from ds_zipccl.comm.device.sizes import largest
-from ds_zipccl.comm.group_state import group_state, resolve_group
+from ds_zipccl.comm.group_state import resolve_group, state_of
 from ds_zipccl.config import ZipcclConfig
 from ds_zipccl.policy import wire
 
@@ -27,8 +27,7 @@ def reserve(config: ZipcclConfig, device: torch.device) -> None:
     runtime = devices.runtime(device)
     if runtime is None or config.staging_mib:
         return
-    world = group_state(None)
-    assert world is not None  # every rank is in the default group
+    world = state_of(None)
     ctx = DeviceContext("staging", resolve_group(None), config, "dp", config.codec, device)
     free, memory = runtime.mem_get_info(device)
     least = -largest(ctx, -wire.device_staging(memory, free))[0]

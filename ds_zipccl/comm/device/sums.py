@@ -23,7 +23,7 @@ from ds_zipccl.comm.device.context import DeviceContext
 from ds_zipccl.comm.device.gather import Shard
 from ds_zipccl.comm.device.sizes import agree
 from ds_zipccl.comm.device.streams import Stage
-from ds_zipccl.comm.spans import length, within
+from ds_zipccl.comm.spans import cut, length, within
 from ds_zipccl.comm.topology import Levels
 from ds_zipccl.frame import HEADER_BYTES
 from ds_zipccl.kernels.cuda.backend import Own
@@ -109,35 +109,25 @@ def all_reduce(ctx: DeviceContext, levels: Levels, whole: Sequence[torch.Tensor]
     """
     if not sum(map(len, whole)):
         return
-    ranks, rank, streams = ctx.size, ctx.rank, ctx.streams
-    sizes = [flat.numel() // ranks // _ALIGNED * _ALIGNED for flat in whole]
-    parts = [
-        Part(
-            *(
-                (flat, slice(owner * size, (owner + 1) * size if owner < ranks - 1 else flat.numel()))
-                for flat, size in zip(whole, sizes, strict=True)
-            )
-        )
-        for owner in range(ranks)
-    ]
+    rank, last, streams = ctx.rank, ctx.size - 1, ctx.streams
+    sizes = [flat.numel() // ctx.size // _ALIGNED * _ALIGNED for flat in whole]
+    each = list(zip(whole, sizes, strict=True))
+    spans = [[*cut(last * size, size, last), slice(last * size, flat.numel())] for flat, size in each]
+    parts = [Part(*zip(whole, of_rank, strict=True)) for of_rank in zip(*spans, strict=True)]
     reduce_scatter(ctx, levels, parts, parts[rank], divisor)
     shards = [
-        Shard(flat[rank * size : (rank + 1) * size], flat[: ranks * size], [size])
-        for flat, size in zip(whole, sizes, strict=True)
-        if size
+        Shard(flat[rank * size : (rank + 1) * size], flat[: ctx.size * size], [size]) for flat, size in each if size
     ]
-    left = [flat[ranks * size :] for flat, size in zip(whole, sizes, strict=True)]
-    count = sum(map(len, left))
+    left = Part(*((flat, slice(ctx.size * size, flat.numel())) for flat, size in each))
     with streams.on(Stage.DECODE):  # the elements that are left over; those of the last rank alone are sums
-        own, of_all = (tensors.empty(numel, whole[0].dtype, ctx.device) for numel in (count, count * ranks))
-        Part(*((flat, slice(0, len(flat))) for flat in left)).pack(own)
+        own, of_all = (tensors.empty(left.numel * rows, whole[0].dtype, ctx.device) for rows in (1, ctx.size))
+        left.pack(own)
     streams.order(Stage.DECODE, Stage.ENCODE)
-    if count:
-        shards.append(Shard(own, of_all, [count]))
+    if left.numel:
+        shards.append(Shard(own, of_all, [left.numel]))
     gather.gather(ctx, shards)
     with streams.on(Stage.DECODE):
-        for flat, sums in zip(left, of_all[count * (ranks - 1) :].split([len(flat) for flat in left]), strict=True):
-            flat.copy_(sums)
+        left.unpack(of_all[last * left.numel :])
 
 
 #: For sums with owners: sums travel exactly.
@@ -151,39 +141,36 @@ def plain_to_owners(ctx: DeviceContext, parts: Sequence[Part], op: Any) -> None:
     This sends half of the bytes of an all-reduce: in a reduce-scatter of parts that are padded to the longest one, where all are nearly
     as long, otherwise in a reduce for each rank that has a part. ``parts[r]`` is the part of rank r; no two share memory.
     """
-    streams, own = ctx.streams, parts[ctx.rank]
     numels = [part.numel for part in parts]
     longest, scatter = max(numels), wire.even(numels)
     if not longest:
         return
-    itemsize, joined = _dtype_of(parts).itemsize, _joined(parts)
+    itemsize = _dtype_of(parts).itemsize
     ctx.count(0, sum(numels) * itemsize * (ctx.size - 1) // ctx.size)
-    if scatter and joined is not None:
-        with streams.on(Stage.WIRE):
-            ctx.transport.reduce_scatter(own.views()[0], joined, op)
-        streams.order(Stage.WIRE, Stage.DECODE)
-        return
-    rows = ctx.size if scatter else 1
-    step = wire.device_sum_fragment(longest, itemsize, rows, ctx.budget)
+    step = wire.device_sum_fragment(longest, itemsize, ctx.size if scatter else 1, ctx.budget)
+    if scatter and _joined(parts) is not None:
+        step = longest  # no copy has to fit the budget
     for begin in range(0, longest, step):
-        cut = {rank: part.cut(begin, begin + step) for rank, part in enumerate(parts)}
+        whole = step >= longest  # cutting takes the host's time
+        pieces = {rank: part if whole else part.cut(begin, begin + step) for rank, part in enumerate(parts)}
         if scatter:
-            _packed(ctx, cut, lambda rows: ctx.transport.reduce_scatter(rows.view(ctx.size, -1)[ctx.rank], rows, op))
+            _sum(ctx, pieces, lambda rows: ctx.transport.reduce_scatter(rows.view(ctx.size, -1)[ctx.rank], rows, op))
             continue
-        for owner, part in cut.items():
-            reduce = partial(ctx.transport.reduce, owner=owner, op=op)
-            if len(part.pieces) > 1:
-                _packed(ctx, {owner: part}, reduce)
-                continue
-            with streams.on(Stage.WIRE):
-                for view in part.views():
-                    reduce(view)
-    streams.order(Stage.WIRE, Stage.DECODE)
+        for owner, part in pieces.items():
+            if part.numel:
+                _sum(ctx, {owner: part}, partial(ctx.transport.reduce, owner=owner, op=op))
+    ctx.streams.order(Stage.WIRE, Stage.DECODE)
 
 
-def _packed(ctx: DeviceContext, parts: Mapping[int, Part], collective: Callable[[torch.Tensor], None]) -> None:
-    """Let a collective sum the parts of some ranks, packed into rows of one length, and unpack the own row if it is one of them."""
+def _sum(ctx: DeviceContext, parts: Mapping[int, Part], collective: Callable[[torch.Tensor], None]) -> None:
+    """Sum the parts of some ranks by a collective: in place if they are adjacent in one tensor. Otherwise they are packed into rows of one
+    length, and this rank's row is unpacked if it is one of them."""
     longest, dtype, streams = max(part.numel for part in parts.values()), _dtype_of(parts.values()), ctx.streams
+    joined = _joined(list(parts.values()))
+    if joined is not None:
+        with streams.on(Stage.WIRE):
+            collective(joined)
+        return
     with streams.staging(longest * len(parts) * dtype.itemsize, ctx.budget) as staging:
         flat = staging.view(dtype)
         rows = dict(zip(parts, flat.view(len(parts), longest), strict=True))

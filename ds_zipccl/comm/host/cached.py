@@ -46,9 +46,8 @@ class CachedParameter(GatheredParameter):
     def __init__(self, name: str, numel: int, dtype: torch.dtype | None = None, *, trained: bool = False) -> None:
         super().__init__(name, numel, dtype)
         self.trained = trained
-        self._used = self._proven = (
-            False  # since it was filled, the base was copied; was hashed whole. Equal on all ranks
-        )
+        #: Since it was filled, the base was copied; was hashed whole. Equal on all ranks.
+        self._used = self._proven = False
         self._turn = 0
         self._filling: weakref.ref[Work] | None = None
 
@@ -137,9 +136,8 @@ def ask(call: Call, found: Sequence[tuple[CachedParameter, torch.Tensor]]) -> li
         answers = _answers(found, call.rank)
         ctx = OpContext(AGREEMENT, call.group, call.config, call.role, "raw")
         mine = tensors.of_numbers(list(zip(answers, (one.audit() for one, _ in found), strict=True)), torch.int64)
-        ranks = Told(
-            ctx, mine, "the answers to a question", ctx.tag(0)
-        ).all()  # in an order of this rank's own: none counts
+        # in an order of this rank's own: none counts
+        ranks = Told(ctx, mine, "the answers to a question", ctx.tag(0)).all()
         counters.record(call.role, AGREEMENT, 0, len(ctx.peers) * mine.nbytes)
         said = ranks.transpose(0, 1).tolist()  # [parameters, ranks, numbers]
     reasons = [one.reason(ctx, *zip(*numbers, strict=True)) for (one, _), numbers in zip(found, said, strict=True)]

@@ -18,12 +18,12 @@ from ds_zipccl.comm.bases.state import GatheredParameter
 from ds_zipccl.comm.buffer_pool import POOL
 from ds_zipccl.comm.context import Call, OpContext
 from ds_zipccl.comm.engine import Engine
-from ds_zipccl.comm.group_state import GroupState, group_nodes, group_state, resolve_group
+from ds_zipccl.comm.group_state import GroupState, group_nodes, group_state, resolve_group, state_of
 from ds_zipccl.comm.host import exchange, gather, messages, parameters, sums
 from ds_zipccl.comm.host.cached import CachedParameter
 from ds_zipccl.comm.host.checks import compare_on_all_ranks, telling_failures
 from ds_zipccl.comm.lossy.frames import LossyFrames
-from ds_zipccl.comm.request import Post, Request, copy_back, logical_order, memory_order, shadow_of
+from ds_zipccl.comm.request import Request, copy_back, logical_order, memory_order, shadow_of
 from ds_zipccl.comm.steps import Clock, Steps
 from ds_zipccl.comm.transport import TRANSPORTS
 from ds_zipccl.config import ROLES, ZipcclConfig
@@ -102,20 +102,14 @@ class MessageEngine(Engine):
             return None
         return work.start(request.op, request.outputs, job)
 
-    def send(self, post: Post, *, bounded: bool) -> work.Work:
-        return messages.send(post, bounded=bounded)
-
-    def receive(self, post: Post, *, blocking: bool) -> work.Work:
-        return messages.receive(post, blocking=blocking)
+    send = staticmethod(messages.send)
+    receive = staticmethod(messages.receive)
 
     def parameter(self, name: str, numel: int, dtype: torch.dtype | None, trained: bool) -> GatheredParameter:
         return CachedParameter(name, numel, dtype, trained=trained)
 
-    def has_bases(self, request: Request) -> bool:
-        return parameters.has_bases(request)
-
-    def gather_parameters(self, request: Request) -> Any:
-        return parameters.gather_parameters(request)
+    has_bases = staticmethod(parameters.has_bases)
+    gather_parameters = staticmethod(parameters.gather_parameters)
 
     def settle(self, config: ZipcclConfig, device: torch.device) -> Settled | None:
         state = group_state(None)
@@ -137,9 +131,7 @@ class _Job:
 
 
 def _of_job() -> _Job:
-    world = group_state(None)
-    assert world is not None  # every rank is in the default group
-    return world.of(_Job)
+    return state_of(None).of(_Job)
 
 
 def _agreed(config: ZipcclConfig, spans: Sequence[tuple[int | None, int]]) -> list[float]:

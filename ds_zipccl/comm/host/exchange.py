@@ -26,7 +26,7 @@ from ds_zipccl.comm.host.frames import FrameCoder
 from ds_zipccl.comm.host.pipeline import Exchange, Fragments, detached, open_exchange, run_pipeline
 from ds_zipccl.comm.host.rows import coder_of
 from ds_zipccl.comm.request import Request
-from ds_zipccl.policy import admission
+from ds_zipccl.comm.topology import Levels
 
 #: Exchanges in flight, which share the memory for frames: between nodes, inside the node, and the parts that are forwarded.
 _EXCHANGES = 3
@@ -41,14 +41,13 @@ def exchange_by_node(ctx: OpContext, request: Request, whole: torch.Tensor, outp
     Raises:
         CommError: as any exchange; and a rank sends other sizes than the ranks of this node expect.
     """
-    exact = _is_small(ctx, [whole])
-    coder = coder_of(ctx, request.segments.row_width, request.options.kind, exact)
+    coder = coder_of(ctx, request, [whole])
     # a fragment of an output is written before the same elements of the input are sent: no source may share memory with it
     (whole,) = detached([whole], outputs, [whole[:0]])
     with (
         open_exchange(ctx, 0, control=True) as control,
         open_exchange(ctx, 1, coder) as across,
-        open_exchange(ctx, 2, FrameCoder(ctx, raw=True, exact=exact)) as inside,
+        open_exchange(ctx, 2, FrameCoder(ctx, raw=True, exact=coder.exact)) as inside,
         open_exchange(ctx, 3, control=True) as onward,
     ):
         _NodeExchange(ctx, request, coder, (control, across, inside, onward), whole, outputs).run()
@@ -92,10 +91,9 @@ class _NodeExchange:
         self._control, self._across, self._inside, self._onward = exchanges
         sources = whole.split(list(request.segments.leaving))
         outputs[ctx.rank].copy_(sources[ctx.rank])
-        self._node = next(ranks for ranks in ctx.nodes if ctx.rank in ranks)
-        self._local_rank, at = self._node.index(ctx.rank), list(ctx.nodes).index(self._node)
-        #: Every rank begins with another node, so that not all frames enter one node at a time.
-        self._others = [*ctx.nodes[at + 1 :], *ctx.nodes[:at]]
+        levels = Levels.of(ctx.nodes, ctx.rank, ctx.size)
+        self._node, self._local_rank = levels.node_ranks, levels.local_rank
+        *self._others, _ = levels.turns
         self._counterparts = [ranks[self._local_rank] for ranks in self._others]
         self._neighbors = [rank for rank in self._node if rank != ctx.rank]
         self._told: dict[int, torch.Tensor] = {}  # counterpart -> the sizes of its parts
@@ -208,10 +206,8 @@ class _NodeExchange:
             self._inside.post_recv(neighbor, place)
 
     def _send(self, step: int) -> None:
-        by_rank = [tensors.empty(0, torch.uint8)] * self._ctx.size
-        for counterpart, fragment in zip(self._counterparts, self._leaving.at(step), strict=True):
-            by_rank[counterpart] = fragment
-        self._across.send_each(by_rank, self._counterparts)
+        leaving = dict(zip(self._counterparts, self._leaving.at(step), strict=True))
+        self._across.send_each(leaving, self._counterparts)
         for neighbor, fragment in zip(self._neighbors, self._straight.at(step), strict=True):
             self._inside.send(fragment, neighbor)
 
@@ -258,7 +254,7 @@ def exchange(ctx: OpContext, request: Request, inputs: Sequence[torch.Tensor], o
             exchange_by_node(ctx, request, inputs[0], outputs)
             return
         inputs = inputs[0].split(request.segments.leaving)
-    coder = coder_of(ctx, request.segments.row_width, request.options.kind, _is_small(ctx, inputs))
+    coder = coder_of(ctx, request, inputs)
     sources = detached(inputs, outputs, outputs)
     leaving, coming = Fragments(ctx, sources), Fragments(ctx, [outputs[peer] for peer in ctx.peers])
     outputs[ctx.rank].copy_(sources[ctx.rank])
@@ -280,9 +276,3 @@ def exchange(ctx: OpContext, request: Request, inputs: Sequence[torch.Tensor], o
                 received[peer] += place.numel()
 
         run_pipeline(max(leaving.steps, coming.steps), post, take)
-
-
-def _is_small(ctx: OpContext, inputs: Sequence[torch.Tensor]) -> bool:
-    """Return whether the tensors that this rank sends are so small that values stay as they are. Ranks may differ: a
-    frame tells its values."""
-    return admission.is_small(sum(flat.nbytes for flat in inputs), ctx.config)

@@ -48,17 +48,19 @@ def gather(
     sources = detached(own, [place for there in places for place in there], places[ctx.rank])
     exchanges = 2 if ctx.nodes else 1
     leaving, bases = Fragments(ctx, sources, exchanges), Fragments(ctx, [] if base is None else [base], exchanges)
-    with open_gather(ctx, index, [Fragments(ctx, there, exchanges) for there in places]) as gathering:
+    arriving = [Fragments(ctx, there, exchanges) for there in places]
+    with open_gather(ctx, index, arriving) as gathering:
 
         def post(step: int) -> None:
             gathering.expect(step)
             gathering.send(leaving, step, *bases.at(step))
 
-        run_pipeline(leaving.steps, post, *gathering.stages)
+        run_pipeline(max(coming.steps for coming in arriving), post, *gathering.stages)
     if ctx.rounding is not None:
         return  # the own places have the values of the own frames
     for source, place in zip(sources, places[ctx.rank], strict=True):
-        place.copy_(source)
+        if place is not source:  # as for the root of a broadcast: torch would count a write to its input
+            place.copy_(source)
 
 
 @contextmanager
@@ -83,13 +85,11 @@ class Gathering:
         self._across, self._inside, self._coming, self._own = across, inside, coming, coming[ctx.rank]
         self._by_node = bool(ctx.nodes)
         # straight, all ranks are neighbors
-        nodes = ctx.nodes or [range(ctx.size)]
-        own = Levels.of(nodes, ctx.rank, ctx.size).node_ranks
+        levels = Levels.of(ctx.nodes or [range(ctx.size)], ctx.rank, ctx.size)
+        own, others = levels.node_ranks, [ranks for ranks in levels.nodes if ctx.rank not in ranks]
         self._neighbors = [rank for rank in ctx.peers if rank in own]
         # rank of this node -> the ranks of other nodes whose shards it receives and forwards
-        self._through = {
-            rank: [peer for peer in Levels.of(nodes, rank, ctx.size).peers if peer != rank] for rank in own
-        }
+        self._through = {rank: [ranks[place] for ranks in others] for place, rank in enumerate(own)}
         self._received = self._through[ctx.rank]
 
     @property
@@ -137,25 +137,18 @@ class Gathering:
 def gather_differences(ctx: OpContext, own: torch.Tensor, places: Sequence[torch.Tensor], base: Base) -> None:
     """Send ``own`` to every rank, and write the tensor of rank r to ``places[r]``, as :func:`gather` does with one flat shard.
     Blocks."""
-    with abandoning(ctx, base):
+    try:
         # begin() writes the base to the places, and the own tensor may share memory with a place
         (own,) = detached([own], places, [places[ctx.rank]])
         last = base.begin(ctx, places, buffers := PooledBuffers())
         reason = _objection(ctx, last, places)
         gather(ctx, 1, [own], [[place] for place in places], base=None if reason else last)
-    base.end(ctx, places, last)
-    buffers.release()
-    counters.record_difference(ctx.role, ctx.op, reason)
-
-
-@contextmanager
-def abandoning(ctx: OpContext, base: Base) -> Iterator[None]:
-    """Drop a base if the body, which is to end in its result, fails."""
-    try:
-        yield
     except BaseException:
         base.abandon(ctx)
         raise
+    base.end(ctx, places, last)
+    buffers.release()
+    counters.record_difference(ctx.role, ctx.op, reason)
 
 
 def _objection(ctx: OpContext, last: torch.Tensor | None, places: Sequence[torch.Tensor]) -> str:
@@ -256,17 +249,6 @@ def gather_shards(ctx: OpContext, request: Request, inputs: list[torch.Tensor], 
 
 
 def broadcast(ctx: OpContext, request: Request, inputs: list[torch.Tensor], outputs: list[torch.Tensor]) -> None:
-    """The root compresses each fragment once and sends it to every peer."""
-    fragments, sends = Fragments(ctx, [*inputs, *outputs]), ctx.rank == request.root
-    with open_exchange(ctx) as exchange:
-
-        def post(step: int) -> None:
-            exchange.next_step()
-            for fragment in fragments.at(step):
-                exchange.send(fragment, *ctx.peers) if sends else exchange.post_recv(request.root, fragment)
-
-        def take(step: int) -> None:
-            for fragment in fragments.at(step):
-                sends or exchange.recv(request.root, fragment)
-
-        run_pipeline(fragments.steps, post, take)
+    """A gather in which the root alone has a shard."""
+    places = [[*inputs, *outputs] if rank == request.root else [] for rank in range(ctx.size)]
+    gather(ctx, 0, inputs, places)

@@ -26,10 +26,12 @@ from ds_zipccl.comm.buffer_pool import POOL, PooledBuffers
 from ds_zipccl.comm.context import OpContext
 from ds_zipccl.comm.host.frames import FrameCoder, written_as
 from ds_zipccl.comm.host.pipeline import Exchange, abandon, run_pipeline, wait
-from ds_zipccl.comm.request import Change, Post, logical_order
+from ds_zipccl.comm.lossy.factors import Factored
+from ds_zipccl.comm.lossy.frames import LossyFrames
+from ds_zipccl.comm.request import Post, logical_order
 from ds_zipccl.comm.shadow_check import Shadow
 from ds_zipccl.comm.transport.protocol import BODY_TAGS, TagRange
-from ds_zipccl.comm.work import PointToPointWork, PostedWork, Work
+from ds_zipccl.comm.work import PointToPointWork, Work
 from ds_zipccl.frame import DTYPE_IDS, parse
 from ds_zipccl.policy import wire
 from ds_zipccl.telemetry import counters, ranges
@@ -93,13 +95,15 @@ class Outgoing:
 
     ``bounded``: posting blocks until the frames of more than two pipeline depths ago are sent, so that memory for them is bounded, and
     ``flat`` stays as it is until :meth:`wait` has returned. Otherwise posting does not block on the peer, and ``flat`` may be overwritten
-    as soon as :meth:`post` has returned. ``change``: a coded message carries the factors, if any.
+    as soon as :meth:`post` has returned. ``factored``: a coded message carries these factors.
     """
 
-    def __init__(self, ctx: OpContext, flat: torch.Tensor, peer: int, bounded: bool, change: Change) -> None:
+    def __init__(
+        self, ctx: OpContext, flat: torch.Tensor, peer: int, bounded: bool, factored: Factored | None = None
+    ) -> None:
         self._ctx, self._flat, self._peer, self._bounded = ctx, flat, peer, bounded
         self._coder = FrameCoder(ctx)
-        self._factored = None if ctx.codec == "raw" else change.factored
+        self._factored = None if ctx.codec == "raw" else factored
         self._first = Exchange(ctx, 0, self._coder)
         self._body: Exchange | None = None
 
@@ -209,18 +213,19 @@ class Incoming:
 def send(post: Post, *, bounded: bool) -> Work:
     """Post the frames of a message. With ``bounded``, posting may block on the peer, so that memory is bounded, and the tensor must stay
     as it is."""
-    tensor, group, tag, peer, config, role, decision, change = post
+    tensor, group, tag, peer, config, role, decision, codec, factored = post
     assert peer is not None  # a send names its receiver
     to = dist.get_global_rank(group, peer)
     first = TagRange.POINT_TO_POINT + tag
     ctx = OpContext("send", group, config, role, decision.codec, tag=first)
-    ctx.rounding = change.frames(ctx)
+    ctx.rounding = None if codec is None else LossyFrames(ctx, codec)
     doing, beside = f"sending to global rank {to}", None
     with torch.inference_mode(), tensors.undisturbed(), ctx.naming(doing):
         flat = logical_order(tensor)
         if config.check == "shadow":
-            beside = dist.isend(change.carried(flat), to, group, TagRange.SHADOW + tag)
-        message = Outgoing(ctx, flat, peer, bounded, change)
+            carried = flat.clone() if codec is None else codecs.project(flat, codec)
+            beside = dist.isend(carried, to, group, TagRange.SHADOW + tag)
+        message = Outgoing(ctx, flat, peer, bounded, factored)
         with _kept_on_error(message):
             message.post()
 
@@ -231,12 +236,12 @@ def send(post: Post, *, bounded: bool) -> Work:
                 beside.wait()
         counters.record(role, "send", ctx.logical_bytes, ctx.wire_bytes, POOL.peak)
 
-    return PostedWork("send", [tensor], finish, _no_source)
+    return PointToPointWork("send", [tensor], None, finish)
 
 
 def receive(post: Post, *, blocking: bool) -> Work:
     """Post the receive of a message. With ``blocking``, the caller waits for it at once."""
-    tensor, group, tag, peer, config, role, decision, _ = post
+    tensor, group, tag, peer, config, role, decision, *_ = post
     first = TagRange.POINT_TO_POINT + tag
     ctx = OpContext("recv", group, config, role, decision.codec, tag=first)
 
@@ -267,8 +272,8 @@ def receive(post: Post, *, blocking: bool) -> Work:
         shadow = beside(peer) if config.check == "shadow" and peer is not None else None
     if message.may_have_body and not blocking:
         limit = ctx.transport.timeout()
-        return PointToPointWork("recv", [tensor], message.source, limit).begin(lambda: finish(_NO_END))
-    return PostedWork("recv", [tensor], finish, message.source)
+        return PointToPointWork("recv", [tensor], message.source, limit=limit).begin(lambda: finish(_NO_END))
+    return PointToPointWork("recv", [tensor], message.source, finish)
 
 
 @contextmanager
@@ -279,7 +284,3 @@ def _kept_on_error(message: Incoming | Outgoing) -> Iterator[None]:
     except BaseException:
         abandon(message)
         raise
-
-
-def _no_source() -> int:
-    raise RuntimeError("source_rank() is for receives, this is send; call it on the handle of irecv")

@@ -9,7 +9,7 @@ bounds the memory of a rank; the size of the message does not matter.
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import NamedTuple
@@ -156,7 +156,7 @@ class Exchange:
             frame = self._coder.compress(flat, buffers := PooledBuffers(), base, own_place)
             self.post(frame, flat.nbytes, peers, buffers)
 
-    def send_each(self, flats: Sequence[torch.Tensor], peers: Sequence[int]) -> None:
+    def send_each(self, flats: Sequence[torch.Tensor] | Mapping[int, torch.Tensor], peers: Sequence[int]) -> None:
         """Send ``flats[peer]`` to each of ``peers``, in this order. Small tensors are compressed in one call, large tensors one by one."""
         chosen = [peer for peer in peers if flats[peer].numel() and not self._send_own(flats[peer], peer)]
         some = [flats[peer] for peer in chosen]

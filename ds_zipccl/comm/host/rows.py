@@ -22,9 +22,10 @@ from ds_zipccl.codecs import RowSegment, compress_bound
 from ds_zipccl.comm.buffer_pool import PooledBuffers
 from ds_zipccl.comm.context import OpContext
 from ds_zipccl.comm.host.frames import FrameCoder
+from ds_zipccl.comm.request import Request
 from ds_zipccl.frame import DELTA_WORDS
 from ds_zipccl.kernels import row_moves
-from ds_zipccl.policy import wire
+from ds_zipccl.policy import admission, wire
 from ds_zipccl.telemetry import ranges
 
 
@@ -87,13 +88,14 @@ class RowMemory:
             del self._numbers[key]
 
 
-def coder_of(ctx: OpContext, width: int, kind: str, exact: bool) -> FrameCoder:
+def coder_of(ctx: OpContext, request: Request, inputs: Sequence[torch.Tensor]) -> FrameCoder:
     """Return the coder of an all-to-all: one of rows where senders may choose frames by rows, equally on all ranks except for the width.
-    Blocks in the first operations of a group, see :meth:`ds_zipccl.comm.context.OpContext.has_row_kernels`."""
-    rows = wire.may_have_rows(ctx.config, ctx.op, ctx.role, ctx.codec)
-    if not rows or not ctx.has_row_kernels():
+    A rank that sends less than ``min_bytes`` sends its values exactly; ranks may differ, because every frame names its codec. Blocks in the
+    first operations of a group, see :meth:`ds_zipccl.comm.context.OpContext.has_row_kernels`."""
+    exact = admission.is_small(sum(flat.nbytes for flat in inputs), ctx.config)
+    if not ctx.has_row_kernels():
         return FrameCoder(ctx, exact=exact)
-    return RowCoder(ctx, width, kind, exact)
+    return RowCoder(ctx, request.segments.row_width, request.options.kind, exact)
 
 
 class RowCoder(FrameCoder):

@@ -16,16 +16,16 @@ from dataclasses import dataclass
 
 import torch
 
-from ds_zipccl import tensors
 from ds_zipccl.codecs.known import HASH_BYTES
 from ds_zipccl.comm.buffer_pool import PooledBuffers
 from ds_zipccl.comm.context import OpContext
 from ds_zipccl.comm.host.frames import FrameCoder
 from ds_zipccl.comm.host.gather import hashed, open_gather
-from ds_zipccl.comm.host.pipeline import Exchange, Fragments, SpanView, detached, open_exchange, run_pipeline
+from ds_zipccl.comm.host.pipeline import Exchange, Fragments, SpanView, detached, open_exchange, run_pipeline, swap
 from ds_zipccl.comm.reduction_order import Owned, Received, Reduction, add_in_fp32
 from ds_zipccl.comm.request import Request, equal_shards
 from ds_zipccl.comm.spans import common, cut, length, within
+from ds_zipccl.comm.topology import Levels
 from ds_zipccl.policy import wire
 
 #: Exchange of the hashes of equal tensors; the sum over messages has the exchanges 0 and 1.
@@ -33,23 +33,17 @@ _HASHES = 2
 
 
 def reduce_scatter(
-    ctx: OpContext,
-    request: Request,
-    shards: Sequence[torch.Tensor],
-    out: torch.Tensor,
-    message: torch.Tensor,
-    begin: int = 0,
-    ring: str = "all_reduce",
+    ctx: OpContext, request: Request, shards: Sequence[torch.Tensor], out: torch.Tensor, chunk: int, begin: int = 0
 ) -> None:
     """Write the sum of all ranks' shards for this rank into ``out``; blocks.
 
     Args:
         shards: flat, one for each rank; ``out`` may be the own shard.
-        message, begin, ring: the tensor, the place of the own shard in it, and the backend's operation, whose order the sum has.
+        chunk, begin: the size of the message's chunks, see :func:`_ring_chunk`, and the place of the own shard in the message.
     """
     sources, places = Fragments(ctx, detached(shards, [out], [out] * len(shards))), Fragments(ctx, [out])
     span = slice(begin, begin + out.numel())
-    with open_adder(ctx, sources, request.sum.reduction, [span], _ring_chunk(ctx, message, ring)) as adder:
+    with open_adder(ctx, sources, request.sum.reduction, [span], chunk) as adder:
 
         def take(step: int) -> None:
             adder.take(places.at(step)[0])
@@ -138,14 +132,10 @@ class NodeAdder(ShardAdder):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        ctx = self.ctx
-        at = next(number for number, ranks in enumerate(ctx.nodes) if ctx.rank in ranks)
-        self._node = ctx.nodes[at]
-        self._local_rank = [ranks[self._node.index(ctx.rank)] for ranks in ctx.nodes]
-        #: All nodes, the own one last: every rank begins with another node, so that not all frames enter one node at a time.
-        self._turns = [*ctx.nodes[at + 1 :], *ctx.nodes[: at + 1]]
-        self._seat_in_turn = [*self._local_rank[at + 1 :], *self._local_rank[: at + 1]]
-        #: Steps that are posted: own contributions to the sums of this node, as in ``_seat_in_turn``.
+        self._levels = Levels.of(self.ctx.nodes, self.ctx.rank, self.ctx.size)
+        #: The ranks with this local rank, this rank last.
+        self._peers = [ranks[self._levels.local_rank] for ranks in self._levels.turns]
+        #: Steps that are posted: own contributions to the sums of this node, one for each of ``_peers``.
         self._posted: deque[list[torch.Tensor]] = deque()
         #: Steps that are added in the node: the sum of the own fragment over the node, and the memory of the sum.
         self._added: deque[tuple[torch.Tensor, PooledBuffers]] = deque()
@@ -158,21 +148,20 @@ class NodeAdder(ShardAdder):
         """Post the receives and sends of a step inside the node."""
         self.inside.next_step()
         fragments = self.shards.at(step)
-        neighbors = [rank for rank in self._node if rank != self.ctx.rank]
-        for neighbor in neighbors:
-            for rank in self._seat_in_turn:
+        neighbors = [(place, rank) for place, rank in enumerate(self._levels.node_ranks) if rank != self.ctx.rank]
+        for _, neighbor in neighbors:
+            for rank in self._peers:
                 self.inside.post_recv(neighbor, fragments[rank])
-        for neighbor in neighbors:
-            local_rank = self._node.index(neighbor)
-            for ranks in self._turns:
+        for local_rank, neighbor in neighbors:
+            for ranks in self._levels.turns:
                 self.inside.send(fragments[ranks[local_rank]], neighbor)
-        self._posted.append([fragments[rank] for rank in self._seat_in_turn])
+        self._posted.append([fragments[rank] for rank in self._peers])
 
     def _add_in_node(self, step: int) -> None:
-        """Add the frames of the neighbors for every rank of the local rank, and send each rank the sum of this node."""
+        """Add the frames of the neighbors for every rank with this local rank, and send each rank the sum of this node."""
         self.exchange.next_step()
         *others, own = self._posted.popleft()
-        *peers, _ = self._seat_in_turn
+        *peers, _ = self._peers
         for peer in peers:
             self.exchange.post_recv(peer, own)
         for peer, contribution in zip(peers, others, strict=True):
@@ -187,7 +176,7 @@ class NodeAdder(ShardAdder):
         total = buffers.empty(contribution.numel(), contribution.dtype)
         if total.numel():
             received = Received(self.ctx.rank, self.inside, contribution)
-            add_in_fp32(received, self._node, total, self.ctx.flushing_ranks())
+            add_in_fp32(received, self._levels.node_ranks, total, self.ctx.flushing_ranks())
         return total
 
     def _sum(self, own: torch.Tensor, out: torch.Tensor, spans: Sequence[slice]) -> None:
@@ -195,18 +184,19 @@ class NodeAdder(ShardAdder):
         if out.numel():
             flushing = self.ctx.flushing_ranks()
             # the first rank of a node decides: a sum must not depend on the local rank that makes it
-            flushes = {rank: flushing[ranks[0]] for rank, ranks in zip(self._local_rank, self.ctx.nodes, strict=True)}
+            peers = self._levels.peers
+            flushes = {rank: flushing[ranks[0]] for rank, ranks in zip(peers, self._levels.nodes, strict=True)}
             received = Received(self.ctx.rank, self.exchange, total)
-            add_in_fp32(received, self._local_rank, out, flushes, self.reduction.divisor)
+            add_in_fp32(received, peers, out, flushes, self.reduction.divisor)
         buffers.release()
 
 
-class _Alike(Received):
+class _Equal(Received):
     """The contributions of ranks that all have the words of ``own``. ``copy`` has them as well: sums may be written to the memory of
     ``own``."""
 
-    def __init__(self, rank: int, exchange: Exchange, own: torch.Tensor, copy: torch.Tensor) -> None:
-        super().__init__(rank, exchange, own)
+    def __init__(self, rank: int, coder: FrameCoder, own: torch.Tensor, copy: torch.Tensor) -> None:
+        super().__init__(rank, coder, own)
         self._copy = copy
 
     def take(self, rank: int, into: torch.Tensor) -> torch.Tensor:
@@ -216,32 +206,27 @@ class _Alike(Received):
         self._exchange.add(self._copy, sums)
 
 
-def sum_alike(ctx: OpContext, whole: torch.Tensor, reduction: Reduction) -> bool:
+def sum_equal(ctx: OpContext, whole: torch.Tensor, reduction: Reduction) -> bool:
     """Write the sum of all ranks' tensors to flat ``whole`` if they are the same, and return whether they are; blocks.
 
     A rank cannot know by itself that its tensor is the same elsewhere. So each rank tells every other rank a hash of 16 bytes first. All
     ranks see the same hashes, so that all of them add by themselves or none does. The sum has the bits of the sum over messages.
     """
     own = hashed(ctx, whole)
-    answer = tensors.empty(HASH_BYTES, torch.uint8)
-    alike = True
-    with open_exchange(ctx, _HASHES, control=True) as exchange:
-        for peer in ctx.peers:
-            exchange.post_recv(peer, answer)
-        exchange.send(own, *ctx.peers)
-        for peer in ctx.peers:
-            alike &= torch.equal(exchange.recv(peer, answer), own)
-        if alike:
-            chunk, flushing, at = _ring_chunk(ctx, whole), ctx.flushing_ranks(), 0
-            for part in Fragments(ctx, [whole])[0]:
-                buffers = PooledBuffers()
-                copy = buffers.empty(part.numel(), part.dtype).copy_(part)
-                same = _Alike(ctx.rank, exchange, part, copy)
-                reduction.fold(same, part, [slice(at, at + part.numel())], chunk, flushing)
-                buffers.release()
-                at += part.numel()
-            reduction.finish(whole, flushing[ctx.rank])
-    return alike
+    answers = swap(ctx, _HASHES, ctx.peers, own, HASH_BYTES)
+    if not all(torch.equal(own, answer) for answer in answers.values()):
+        return False
+    chunk, flushing, at = _ring_chunk(ctx, whole), ctx.flushing_ranks(), 0
+    coder = FrameCoder(ctx)
+    for part in Fragments(ctx, [whole])[0]:
+        buffers = PooledBuffers()
+        copy = buffers.empty(part.numel(), part.dtype).copy_(part)
+        same = _Equal(ctx.rank, coder, part, copy)
+        reduction.fold(same, part, [slice(at, at + part.numel())], chunk, flushing)
+        buffers.release()
+        at += part.numel()
+    reduction.finish(whole, flushing[ctx.rank])
+    return True
 
 
 # ---- the collectives
@@ -257,28 +242,28 @@ def reduce_scatter_tensor(
 ) -> None:
     """The input consists of equal shards."""
     (whole,), (out,) = inputs, outputs
-    reduce_scatter(ctx, request, equal_shards(whole, ctx.size), out, whole, ctx.rank * out.numel())
+    reduce_scatter(ctx, request, equal_shards(whole, ctx.size), out, _ring_chunk(ctx, whole), ctx.rank * out.numel())
 
 
 def reduce_scatter_list(
     ctx: OpContext, request: Request, inputs: list[torch.Tensor], outputs: list[torch.Tensor]
 ) -> None:
     """Each input is a message by itself, because gloo all-reduces each tensor of the list by itself."""
-    reduce_scatter(ctx, request, inputs, outputs[0], outputs[0])
+    reduce_scatter(ctx, request, inputs, outputs[0], _ring_chunk(ctx, outputs[0]))
 
 
 def reduce(ctx: OpContext, request: Request, inputs: list[torch.Tensor], outputs: list[torch.Tensor]) -> None:
     """A reduce-scatter in which the root's shard is the whole message."""
     flat = [*inputs, *outputs][0]
     shards = [flat if rank == request.root else flat[:0] for rank in range(ctx.size)]
-    reduce_scatter(ctx, request, shards, shards[ctx.rank], flat, ring="reduce")
+    reduce_scatter(ctx, request, shards, shards[ctx.rank], _ring_chunk(ctx, flat, "reduce"))
 
 
 def all_reduce(ctx: OpContext, request: Request, inputs: list[torch.Tensor], outputs: list[torch.Tensor]) -> None:
     """Where a tensor may be the same on all ranks, and is, only hashes travel."""
     whole = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
-    may_be_alike = request.options.kind and not ctx.nodes and whole.numel()
-    if may_be_alike and sum_alike(ctx, whole, request.sum.reduction):
+    may_be_equal = request.options.kind and not ctx.nodes and whole.numel()
+    if may_be_equal and sum_equal(ctx, whole, request.sum.reduction):
         ctx.count(request.sent_bytes(), 0)
     else:
         to_all(ctx, (), request.sum.reduction, whole)

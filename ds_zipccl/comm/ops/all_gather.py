@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -30,24 +31,15 @@ def all_gather(
     """``torch.distributed.all_gather``: ``tensor_list[r]`` becomes the ``tensor`` of rank r. Lists of several shapes pass: gloo refuses
     them, NCCL takes them."""
     ranks, call = group_size(group), CallOptions(**options)
+    numel = ranks * tensor.numel()
+
+    def plain(inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor], later: bool) -> Any:
+        return dist.all_gather(list(outputs), inputs[0], group, later)
+
     if is_member(group) and [place.shape for place in tensor_list] != [tensor.shape] * ranks:
-        nbytes = ranks * tensor.numel() * tensor.element_size()
-
-        def plain() -> Any:
-            return dist.all_gather(tensor_list, tensor, group, async_op)
-
-        return pass_small("all_gather", call, nbytes, group, plain, PassReason.SHAPES)
-    request = Request(
-        "all_gather",
-        [tensor],
-        tensor_list,
-        group,
-        async_op,
-        call,
-        plain=lambda inputs, outputs, later: dist.all_gather(list(outputs), inputs[0], group, later),
-        numel=tensor.numel() * ranks,
-    )
-    return run(request)
+        uncompressed = partial(plain, [tensor], tensor_list, async_op)
+        return pass_small("all_gather", call, numel * tensor.element_size(), group, uncompressed, PassReason.SHAPES)
+    return run(Request("all_gather", [tensor], tensor_list, group, async_op, call, plain=plain, numel=numel))
 
 
 def all_gather_into_tensor(
@@ -87,10 +79,7 @@ def all_gather_into_tensor(
         if chosen.has_bases(request):
             return chosen.gather_parameters(request)
     if is_small(output_tensor, call.config):
-
-        def plain() -> Any:
-            return dist.all_gather_into_tensor(output_tensor, input_tensor, group, async_op)
-
+        plain = partial(dist.all_gather_into_tensor, output_tensor, input_tensor, group, async_op)
         return pass_small(name, call, output_tensor.nbytes, group, plain)
     if request is None:
         request = request_shards(name, [output_tensor], [input_tensor], group, async_op, call)

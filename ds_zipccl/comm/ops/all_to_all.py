@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -70,10 +71,7 @@ def all_to_all_single(
     even = not input_split_sizes and not output_split_sizes
     call = CallOptions(**options, kind=kind)
     if even and is_small(input, call.config):
-
-        def plain() -> Any:
-            return dist.all_to_all_single(output, input, None, None, group, async_op)
-
+        plain = partial(dist.all_to_all_single, output, input, None, None, group, async_op)
         return pass_small("all_to_all_single", call, input.nbytes, group, plain)
     leaving, coming = _segments(input, input_split_sizes, group), _segments(output, output_split_sizes, group)
     request = Request(

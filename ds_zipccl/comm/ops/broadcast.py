@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -30,16 +31,11 @@ def broadcast(
         return pass_small("broadcast", call, sent, group, lambda: dist.broadcast(tensor, src, group, async_op))
     root = group_rank(group, src, group_src)
     root_globally = dist.get_global_rank(resolve_group(group), root)
-    sends = dist.get_rank(group) == root
-    request = Request(
-        "broadcast",
-        [tensor] if sends else [],
-        [] if sends else [tensor],
-        group,
-        async_op,
-        call,
-        plain=lambda inputs, outputs, later: dist.broadcast([*inputs, *outputs][0], root_globally, group, later),
-        numel=tensor.numel(),
-        root=root,
+    inputs, outputs = ([tensor], []) if dist.get_rank(group) == root else ([], [tensor])
+
+    def plain(given: Sequence[torch.Tensor], written: Sequence[torch.Tensor], later: bool) -> Any:
+        return dist.broadcast([*given, *written][0], root_globally, group, later)
+
+    return run(
+        Request("broadcast", inputs, outputs, group, async_op, call, plain=plain, numel=tensor.numel(), root=root)
     )
-    return run(request)

@@ -125,7 +125,7 @@ def _post(
 def _send(post: Post, *, bounded: bool) -> Any:
     """Start a send. With ``bounded``, posting may block on the peer, so that memory is bounded, and the tensor must stay as it is."""
     if post.decision.frames:
-        return _engine(post).send(post, bounded=bounded)
+        return engine.engine_for(post).send(post, bounded=bounded)
     counters.record_pass(post.role, "send", post.tensor.numel() * post.tensor.element_size(), post.decision.reason)
     assert post.peer is not None  # a send names its receiver
     return dist.isend(post.tensor, dist.get_global_rank(post.group, post.peer), post.group, post.tag)
@@ -134,13 +134,7 @@ def _send(post: Post, *, bounded: bool) -> Any:
 def _recv(post: Post, *, blocking: bool) -> Any:
     """Start a receive. With ``blocking``, the caller waits for the handle at once."""
     if post.decision.frames:
-        return _engine(post).receive(post, blocking=blocking)
+        return engine.engine_for(post).receive(post, blocking=blocking)
     counters.record_pass(post.role, "recv", 0, post.decision.reason)
     source = None if post.peer is None else dist.get_global_rank(post.group, post.peer)
     return dist.irecv(post.tensor, source, post.group, post.tag)
-
-
-def _engine(post: Post) -> engine.Engine:
-    state = group_state(post.group)
-    assert state is not None  # _post() has returned None on a rank outside the group
-    return engine.engine_of(state, post.tensor.device.type)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -29,17 +30,12 @@ def reduce(
         return dist.reduce(tensor, dst, op, group, async_op)
     root = group_rank(group, dst, group_dst)
     root_globally = dist.get_global_rank(resolve_group(group), root)
-    adds = dist.get_rank(group) == root
-    request = Request(
-        "reduce",
-        [] if adds else [tensor],
-        [tensor] if adds else [],
-        group,
-        async_op,
-        CallOptions(**options),
-        plain=lambda inputs, outputs, later: dist.reduce([*inputs, *outputs][0], root_globally, op, group, later),
-        numel=tensor.numel(),
-        sum=Sum(op),
-        root=root,
+    inputs, outputs = ([tensor], []) if dist.get_rank(group) != root else ([], [tensor])
+    call, numel = CallOptions(**options), tensor.numel()
+
+    def plain(given: Sequence[torch.Tensor], written: Sequence[torch.Tensor], later: bool) -> Any:
+        return dist.reduce([*given, *written][0], root_globally, op, group, later)
+
+    return run(
+        Request("reduce", inputs, outputs, group, async_op, call, plain=plain, numel=numel, sum=Sum(op), root=root)
     )
-    return run(request)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,10 +29,7 @@ def reduce_scatter_tensor(
     """
     call = CallOptions(**options)
     if is_small(input, call.config):
-
-        def plain() -> Any:
-            return dist.reduce_scatter_tensor(output, input, op, group, async_op)
-
+        plain = partial(dist.reduce_scatter_tensor, output, input, op, group, async_op)
         return pass_small("reduce_scatter_tensor", call, input.nbytes, group, plain)
     ranks = group_size(group)
     wrong = output.numel() * ranks != input.numel()

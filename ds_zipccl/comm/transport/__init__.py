@@ -10,8 +10,3 @@ from ds_zipccl.comm.transport.protocol import CollectiveTransport, Transport
 TRANSPORTS: dict[str, type[Transport]] = {"gloo": GlooTransport}
 #: Backend name -> its transport in stream order.
 COLLECTIVE_TRANSPORTS: dict[str, type[CollectiveTransport]] = {"nccl": NcclTransport}
-
-
-def documented_sums(backend: str) -> bool:
-    """Return whether the order of a backend's sums is known, so that our sums can have the same bits."""
-    return backend in TRANSPORTS and TRANSPORTS[backend].documented_sums

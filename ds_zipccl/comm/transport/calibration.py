@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
@@ -68,19 +67,12 @@ def measure(group: dist.ProcessGroup | None = None) -> LinkProfile:
     transfer = _transfer(group, transport)
     one_way = _one_way(group, transport, transfer)
     dist.barrier(group)  # all ranks compress at once, as in an operation: ranks may share cores
-    seconds = tensors.of_numbers(coding_seconds(), torch.float64)
-    dist.all_reduce(seconds, dist.ReduceOp.MAX, group=group)
-    return replace(coding_profile(transfer, seconds.tolist()), one_way=one_way)
-
-
-def coding_profile(transfer: tuple[tuple[float, float], ...], seconds: Iterable[float]) -> LinkProfile:
-    """Return the profile of exchanges that take ``transfer``, in (bytes, seconds), and of :func:`coding_seconds`."""
-    *coding, call = seconds
+    *coding, call = _slowest(group, _coding_seconds())
     encode, decode, add, copy, add_raw = (_NUMEL * torch.bfloat16.itemsize / spent for spent in coding)
-    return LinkProfile(transfer, encode, decode, add, copy, add_raw, call)
+    return LinkProfile(transfer, encode, decode, add, copy, add_raw, call, one_way)
 
 
-def coding_seconds() -> list[float]:
+def _coding_seconds() -> list[float]:
     """Return seconds of this process alone, on one thread: compress, decompress, decompress and add, make a raw frame, add a raw frame,
     and compress and decompress a tiny tensor."""
     drawn = tensors.empty(_NUMEL // 16, torch.float32).normal_(generator=torch.Generator().manual_seed(0))
@@ -185,7 +177,7 @@ def _one_way(group: dist.ProcessGroup, transport: Transport, points: Sequence[tu
         elif rank + 1 < ranks:
             transport.post_send(tensor, rank + 1, TagRange.CALIBRATION).wait()
 
-    times = [_slowest(group, move) for _ in range(_ONE_WAY_TIMES)]
+    times = [_timed(group, move) for _ in range(_ONE_WAY_TIMES)]
     return min(1.0, statistics.median(times[1:]) / both)
 
 
@@ -207,14 +199,19 @@ def _exchanges(
     times: list[float] = []
     most = min(_MOST, _MOST_BYTES // sent.numel())
     while not times or (len(times) < most and sum(times) + len(times) * _PAUSE_S + times[-1] < _SIZE_BUDGET_S):
-        times.append(_slowest(group, exchange))
+        times.append(_timed(group, exchange))
     return times
 
 
-def _slowest(group: dist.ProcessGroup, step: Callable[[], None]) -> float:
+def _timed(group: dist.ProcessGroup, step: Callable[[], None]) -> float:
     """Return the seconds of the slowest rank for a step that all ranks begin together, after a pause."""
     time.sleep(_PAUSE_S)
     dist.barrier(group)
-    seconds = tensors.of_numbers([_seconds(step)], torch.float64)
-    dist.all_reduce(seconds, dist.ReduceOp.MAX, group=group)
-    return seconds.item()
+    return _slowest(group, [_seconds(step)])[0]
+
+
+def _slowest(group: dist.ProcessGroup, seconds: Sequence[float]) -> list[float]:
+    """Return the seconds of the slowest rank for each of some times."""
+    slowest = tensors.of_numbers(seconds, torch.float64)
+    dist.all_reduce(slowest, dist.ReduceOp.MAX, group=group)
+    return list(slowest.tolist())

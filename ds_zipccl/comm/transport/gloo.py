@@ -9,7 +9,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import ClassVar
 
 import torch
 import torch.distributed as dist
@@ -26,8 +25,6 @@ _STREAMS, _DENORMAL = 64, 1 << 22
 
 class GlooTransport:
     """:class:`ds_zipccl.comm.transport.Transport` over the caller's own gloo group."""
-
-    documented_sums: ClassVar[bool] = True
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from enum import IntEnum
-from typing import ClassVar, Protocol
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -38,15 +38,12 @@ class TagRange(IntEnum):
 
 class Transport(Protocol):
     """Messages between this rank and the other ranks of one group, matched by tag. Ranks are group ranks, buffers 1-D uint8 tensors in
-    host memory. A receive buffer may be larger than the message, so that no sizes are exchanged.
-
-    ``documented_sums``: the backend adds in an order that :meth:`ring_chunk` describes.
+    host memory. A receive buffer may be larger than the message, so that no sizes are exchanged. The backend's sums have the order that
+    :meth:`ring_chunk` describes, so that ours can have the same bits.
 
     A posted buffer must live until its handle's ``wait()`` has returned, and a sent buffer must not change until then. All methods raise
     RuntimeError where the backend does.
     """
-
-    documented_sums: ClassVar[bool]
 
     def __init__(self, group: dist.ProcessGroup) -> None: ...
 

@@ -18,7 +18,6 @@ import torch
 
 from ds_zipccl import tensors
 from ds_zipccl.codecs.known import key_words
-from ds_zipccl.comm import topology
 from ds_zipccl.comm.bases.shared import BaseSlot
 from ds_zipccl.comm.device import gather
 from ds_zipccl.comm.device.context import DeviceContext
@@ -67,7 +66,7 @@ def copy_columns(ctx: DeviceContext, bases: Sequence[_Read]) -> None:
                 ctx.transport.exchange(coming, dict.fromkeys(others, table[mine]))
             with ctx.streams.on(Stage.DECODE):
                 for (_, rows), (begin, end) in zip(some, spans, strict=True):
-                    for place, ranks in enumerate(topology.local_ranks(levels.nodes)):
+                    for place, ranks in enumerate(zip(*levels.nodes, strict=True)):
                         found, own = rows[peer_rows(ranks)], levels.node if place == mine else len(ranks)
                         _copy_others(table[place, :, begin:end], found, own)
 
