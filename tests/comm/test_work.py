@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import os
+import secrets
 import random
 import signal
 import tempfile
@@ -414,12 +415,14 @@ def used() -> tuple[int, int]:
 def cycles(rank: int, ranks: int, folder: str) -> tuple[dict[str, bool], list[tuple[int, int]]]:
     """Make a group, run a program, and destroy the group, :data:`CYCLES` times. Return for each program whether the state of its group
     was alive afterwards, and the descriptors and threads after each cycle."""
+    life = [secrets.token_hex(4)]  # ranks that are started once more must not meet in the files of the first start
+    dist.broadcast_object_list(life)
     dist.destroy_process_group()
     gc.freeze()  # the collections below need not look at all of torch
     alive, counts = {}, []
     for number in range(CYCLES):
         name = list(PROGRAMS)[number % len(PROGRAMS)]
-        store = dist.FileStore(f"{folder}/{number}", ranks)
+        store = dist.FileStore(f"{folder}/{life[0]} {number}", ranks)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
         try:
             PROGRAMS[name](rank)
