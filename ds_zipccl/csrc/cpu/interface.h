@@ -32,18 +32,6 @@ struct ZipcclLiterals {
   uint64_t count;
 };
 
-// The whole rows of a frame, first to first + count - 1 of the segment at `words`, and `sources` as zipccl_find_rows wrote them, from row 0
-// on. `literals` has room for `count` numbers, from row `first` on, `map` for `room` bytes. The results: rows that repeat, those of them
-// that have one word only, as far as a few words tell, and bits of a distance.
-struct ZipcclRepeats {
-  const uint8_t* words;
-  uint64_t width, itemsize, first, count;
-  const int32_t* sources;
-  int32_t* literals;
-  uint8_t* map;
-  uint64_t room, repeats, plain, bits;
-};
-
 // The map of a frame with `count` whole rows, of which `repeats` repeat, by distances of `bits` (at most 32) bits; 16 bytes more are
 // readable. The receiver holds `reach` rows in front. The results: the literals, from row 0 of the frame on, the repeated rows and their
 // sources, from the first row of the receiver on.
@@ -55,8 +43,8 @@ struct ZipcclMap {
 
 // A segment whose frames are made one after the other, in order. Of `search`, `first` rows have been seen, of which `repeats` repeat
 // earlier ones; `sources` is that of row 0. `literals` has room for as many numbers as a frame has rows. `nested`: the first half of the
-// header of a frame of literals, of `dtype`, with `code` and `block`, rounded to `mantissa` bits unless that is zero. Literals of fewer
-// bytes than `raw_below` are not for zipccl_row_frame. A row frame saves `worth` of the bytes of its repeated rows, or there is none.
+// header of a frame of coded literals, of `dtype`, with `code` and `block`; literals of fewer bytes than `raw_below` are raw. Both are rounded
+// to `mantissa` bits unless that is zero. A row frame saves `worth` of the bytes of its repeated rows, or there is none.
 struct ZipcclRowSegment {
   ZipcclSearch search;
   uint64_t repeats, width, itemsize, raw_below;
@@ -130,15 +118,12 @@ void zipccl_predict_rows(const uint8_t* words, int32_t dtype, uint64_t width, co
                          uint64_t count, uint8_t* out, int32_t threads);
 
 // --- cpu/rows/row_map.cpp
-// Writes the literals and the map of a frame without scaled rows (FORMAT.md 2.6), with its padding; no map where it has no room.
-void zipccl_pack_repeats(ZipcclRepeats* r);
 // Reads the map of a frame without scaled rows. Returns 0, or 1 where the map contradicts itself, its numbers or the rows in front.
 int32_t zipccl_unpack_repeats(const ZipcclMap* m);
 
 // --- cpu/rows/row_frame.cpp
 // Writes the payload of the frame of the `numel` words from `begin` on to `out`, which has `room` bytes, those of an ordinary payload at
-// least. Looks for repeats in rows that have not been seen. Returns the payload's bytes; 0 where a row frame is not worth while, and 1 where
-// its literals are to be raw.
+// least. Looks for repeats in rows that have not been seen. Returns the payload's bytes; 0 where a row frame is not worth while.
 uint64_t zipccl_row_frame(ZipcclRowSegment* segment, uint64_t begin, uint64_t numel, uint8_t* out, uint64_t room, int32_t threads);
 
 // --- cpu/lossy/rounded.cpp

@@ -19,7 +19,6 @@ from ds_zipccl.kernels.cpp.interface import (
     TILE,
     Literals,
     Map,
-    Repeats,
     RowSegment,
     Scaling,
     Search,
@@ -136,28 +135,6 @@ class CppBackend:
         self, words: torch.Tensor, width: int, sources: torch.Tensor, factors: torch.Tensor, out: torch.Tensor
     ) -> None:
         self._call("zipccl_predict_rows", words, words.dtype, width, sources, factors, sources.numel(), out)
-
-    def pack_repeats(
-        self, words: torch.Tensor, width: int, first: int, count: int, sources: torch.Tensor, map_room: torch.Tensor
-    ) -> tuple[torch.Tensor, int, int]:
-        """Write the map of a frame without scaled rows (FORMAT.md 2.6) with its padding to ``map_room``, unless it has no room.
-
-        Args:
-            words: the segment.
-            first: the first of the frame's ``count`` whole rows.
-            sources: of all rows, as :meth:`find_rows` writes them.
-            map_room: uint8.
-
-        Returns:
-            The literals (int32, from row ``first`` on), the bits of a distance, and how many repeated rows have more than one word.
-        """
-        literals = tensors.empty(count, torch.int32)
-        rows = Repeats(
-            words.data_ptr(), width, words.itemsize, first, count, sources.data_ptr(), literals.data_ptr(),
-            map_room.data_ptr(), map_room.numel(), 0, 0, 0,
-        )  # fmt: skip
-        self._functions["zipccl_pack_repeats"](ctypes.byref(rows))
-        return literals[: count - rows.repeats], rows.bits, rows.repeats - rows.plain
 
     def unpack_repeats(
         self, data: torch.Tensor, count: int, repeats: int, bits: int, reach: int
@@ -289,7 +266,7 @@ class CppBackend:
 
 
 class RowFrames:
-    """Payloads of the row frames of a segment, in order, without scaled rows, with literals of one code: a call for each frame.
+    """Payloads of the row frames of a segment, in order, without scaled rows, with literals of one code or raw: a call for each frame.
 
     Args:
         backend: the kernels.
@@ -298,15 +275,12 @@ class RowFrames:
         sources: int32, one for each row: of all rows, as ``find_rows`` writes them.
         table: as ``find_rows`` takes it.
         literals: int32, one for each row, contents undefined.
-        nested: the first 16 bytes of the header of a frame of literals.
-        code, block: of the literals.
+        nested: the first 16 bytes of the header of a frame of literals that are not raw.
+        code, block: of such literals.
         raw_below: literals of fewer bytes are raw.
         worth: share of the bytes of its repeated rows that a row frame saves, at least.
         mantissa: bits to which literals are rounded, 0: they stay as they are.
     """
-
-    #: :meth:`payload` gives this where literals are to be raw, and has written nothing that counts.
-    RAW = 1
 
     def __init__(
         self, backend: CppBackend, words: torch.Tensor, width: int, sources: torch.Tensor, table: torch.Tensor, literals: torch.Tensor,
@@ -318,7 +292,7 @@ class RowFrames:
         )  # fmt: skip
         self._state = RowSegment(
             search, 0, width, words.itemsize, raw_below, worth, literals.data_ptr(), (ctypes.c_uint8 * 16)(*nested),
-            DTYPE_IDS[words.dtype], CODES[code], block, mantissa,
+            DTYPE_IDS[words.dtype], CODES.get(code, 0), block, mantissa,
         )  # fmt: skip
 
     def payload(self, begin: int, numel: int, out: torch.Tensor, known: int, repeats: int) -> tuple[int, int, int]:
@@ -330,7 +304,7 @@ class RowFrames:
             repeats: rows among them that repeat earlier ones.
 
         Returns:
-            Bytes of the payload, 0 where a row frame is not worth while, or :attr:`RAW`; then ``known`` and ``repeats`` from now on.
+            Bytes of the payload, 0 where a row frame is not worth while; then ``known`` and ``repeats`` from now on.
         """
         state = self._state
         state.search.first, state.repeats = known, repeats

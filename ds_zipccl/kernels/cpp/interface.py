@@ -36,13 +36,6 @@ class Literals(ctypes.Structure):
     _fields_ = [("words", POINTER), ("numel", U64), ("width", U64), ("head", U64), ("rows", POINTER), ("count", U64)]
 
 
-class Repeats(ctypes.Structure):
-    _fields_ = [
-        ("words", POINTER), ("width", U64), ("itemsize", U64), ("first", U64), ("count", U64), ("sources", POINTER),
-        ("literals", POINTER), ("map", POINTER), ("room", U64), ("repeats", U64), ("plain", U64), ("bits", U64),
-    ]  # fmt: skip
-
-
 class Map(ctypes.Structure):
     _fields_ = [
         ("map", POINTER), ("count", U64), ("repeats", U64), ("bits", U64), ("reach", U64), ("literals", POINTER),
@@ -58,7 +51,7 @@ class RowSegment(ctypes.Structure):
 
 
 #: The structs, each ``Zipccl...`` in the header.
-STRUCTS: tuple[type[ctypes.Structure], ...] = (Scaling, Segment, Search, Literals, Repeats, Map, RowSegment)
+STRUCTS: tuple[type[ctypes.Structure], ...] = (Scaling, Segment, Search, Literals, Map, RowSegment)
 
 _DECODE = I32, (POINTER, U64, POINTER, U64, I32, U32, I32)
 _DECODE_ADD = I32, (POINTER, U64, POINTER, U64, I32, U32, I32, I32)
@@ -84,7 +77,6 @@ SIGNATURES: Signatures = {
     "zipccl_copy_rows": (None, (POINTER, U64, POINTER, POINTER, U64, I32)),
     "zipccl_row_factors": _ROWS,
     "zipccl_predict_rows": _ROWS,
-    "zipccl_pack_repeats": (None, (POINTER,)),
     "zipccl_unpack_repeats": (I32, (POINTER,)),
     "zipccl_row_frame": (U64, (POINTER, U64, U64, POINTER, U64, I32)),
     "zipccl_round_words": (None, (POINTER, U64, I32, U32, POINTER, I32)),
