@@ -55,6 +55,10 @@ struct ZipcclRowSegment {
   uint32_t block, mantissa;
 };
 
+// `into`, what a decoder does with numel words of `dtype`: writes them, or adds them to sums, of `dtype` (1 to 3) itself, each rounded to it,
+// or floats. Words are added as zipccl_add adds them: with the denormals of this thread.
+enum ZipcclInto { ZIPCCL_WORDS, ZIPCCL_SUMS, ZIPCCL_FP32_SUMS };
+
 extern "C" {
 // --- cpu/dispatch.cpp
 // Name of the level in use.
@@ -69,11 +73,9 @@ void zipccl_hash(const void* data, uint64_t bytes, const uint64_t* key, uint64_t
 // --- cpu/payload.cpp
 // Encodes `count` segments of `dtype` with `code` (0 cascade, 1 wide).
 void zipccl_encode(ZipcclSegment* segments, uint32_t count, int32_t dtype, int32_t code, uint32_t block, int32_t threads);
-// Decodes a payload of `bytes` bytes to numel words of `dtype`. Returns 0 or a FrameErrorCode; the words are then undefined.
-int32_t zipccl_decode(const void* payload, uint64_t bytes, void* words, uint64_t numel, int32_t dtype, uint32_t block, int32_t threads);
-// Decodes a payload and adds it to numel sums: of `dtype` (1 to 3) itself, each rounded to it, or floats if `fp32_sums`.
-int32_t zipccl_decode_add(const void* payload, uint64_t bytes, void* sums, uint64_t numel, int32_t dtype, uint32_t block, int32_t fp32_sums,
-                          int32_t threads);
+// Decodes a payload of `bytes` bytes. Returns 0 or a FrameErrorCode; the words or sums at `out` are then undefined.
+int32_t zipccl_decode(const void* payload, uint64_t bytes, void* out, uint64_t numel, int32_t dtype, uint32_t block, int32_t into,
+                      int32_t threads);
 // Adds numel words of `dtype` (1 to 3) to sums: of `dtype` itself, each rounded to it, or floats if `fp32_sums`.
 void zipccl_add(const void* words, uint64_t numel, void* sums, int32_t dtype, int32_t fp32_sums, int32_t threads);
 // The squares of values - words, and those of words, summed over the numel words of `dtype` (1 to 3) that are finite: two sums. They depend
@@ -133,13 +135,9 @@ void zipccl_round_words(const void* words, uint64_t numel, int32_t dtype, uint32
 // bytes of the exponent payload of each, which counts RAW blocks of the rounded payload as RAW.
 void zipccl_encode_rounded(ZipcclSegment* segments, uint32_t count, int32_t dtype, uint32_t mantissa, uint32_t block, uint64_t* untrimmed,
                            int32_t threads);
-// Decodes a rounded payload of `bytes` bytes to numel words of `dtype` (1 or 2). Returns 0 or a FrameErrorCode; the words are then
-// undefined.
-int32_t zipccl_decode_rounded(const void* payload, uint64_t bytes, void* words, uint64_t numel, int32_t dtype, uint32_t block,
+// As zipccl_decode, of a rounded payload, of `dtype` 1 or 2.
+int32_t zipccl_decode_rounded(const void* payload, uint64_t bytes, void* out, uint64_t numel, int32_t dtype, uint32_t block, int32_t into,
                               int32_t threads);
-// Decodes a rounded payload and adds it to numel sums: of `dtype` (1 or 2) itself, each rounded to it, or floats if `fp32_sums`.
-int32_t zipccl_decode_rounded_add(const void* payload, uint64_t bytes, void* sums, uint64_t numel, int32_t dtype, uint32_t block,
-                                  int32_t fp32_sums, int32_t threads);
 
 // --- cpu/lossy/scaled.cpp
 // Writes the scales of numel words of `dtype` (1 to 3), one for each group, and the codes of those groups whose scale is not zero; `codes`
@@ -151,18 +149,12 @@ uint64_t zipccl_scaled_encode(const uint8_t* words, uint64_t numel, int32_t dtyp
 // codes, so that those of later groups would have other places: all outputs are then undefined.
 uint64_t zipccl_scaled_encode_staged(const uint8_t* words, uint64_t numel, int32_t dtype, const ZipcclScaling* scaling, uint32_t block,
                                      uint8_t* scales, uint8_t* codes, uint8_t* payload, int32_t threads);
-// Decodes to numel words of `dtype`. Returns 0 or a FrameErrorCode.
+// Decodes to words or sums at `out`. Returns 0 or a FrameErrorCode.
 int32_t zipccl_scaled_decode(const uint8_t* scales, const uint8_t* codes, uint64_t numel, int32_t dtype, const ZipcclScaling* scaling,
-                             uint8_t* words, int32_t threads);
-// Decodes and adds to numel sums: of `dtype` itself, each rounded to it, or floats if `fp32_sums`.
-int32_t zipccl_scaled_add(const uint8_t* scales, const uint8_t* codes, uint64_t numel, int32_t dtype, const ZipcclScaling* scaling,
-                          uint8_t* sums, int32_t fp32_sums, int32_t threads);
+                             uint8_t* out, int32_t into, int32_t threads);
 // As zipccl_scaled_decode, of codes with stage 2: a payload of `bytes` bytes in blocks of `block` codes, E4M3.
 int32_t zipccl_scaled_decode_staged(const uint8_t* scales, const uint8_t* payload, uint64_t bytes, uint32_t block, uint64_t numel,
-                                    int32_t dtype, const ZipcclScaling* scaling, uint8_t* words, int32_t threads);
-// As zipccl_scaled_add, of codes with stage 2.
-int32_t zipccl_scaled_add_staged(const uint8_t* scales, const uint8_t* payload, uint64_t bytes, uint32_t block, uint64_t numel,
-                                 int32_t dtype, const ZipcclScaling* scaling, uint8_t* sums, int32_t fp32_sums, int32_t threads);
+                                    int32_t dtype, const ZipcclScaling* scaling, uint8_t* out, int32_t into, int32_t threads);
 // Writes the decoded values of numel words of `dtype` to `out`, which may be `words`; groups that stay as they are, as they are.
 void zipccl_scaled_project(const uint8_t* words, uint64_t numel, int32_t dtype, const ZipcclScaling* scaling, uint8_t* out,
                            int32_t threads);
@@ -171,24 +163,17 @@ void zipccl_scaled_project(const uint8_t* words, uint64_t numel, int32_t dtype, 
 // Encodes numel words of `dtype` (1 to 3) with `rate` bits each (3 to 32) to `out`: 8 bytes for every 64 bits begun. Returns 1 if all words
 // are finite; otherwise 0, and `out` is undefined.
 int32_t zipccl_zfp_encode(const uint8_t* words, uint64_t numel, int32_t dtype, uint32_t rate, uint8_t* out, int32_t threads);
-// Decodes codes, of which there are as many bytes as zipccl_zfp_encode writes.
-void zipccl_zfp_decode(const uint8_t* codes, uint64_t numel, int32_t dtype, uint32_t rate, uint8_t* words, int32_t threads);
-// The same, added to sums: of `dtype` itself, each rounded to it, or floats if `fp32_sums`.
-void zipccl_zfp_decode_add(const uint8_t* codes, uint64_t numel, int32_t dtype, uint32_t rate, uint8_t* sums, int32_t fp32_sums,
-                           int32_t threads);
+// Decodes codes, of which there are as many bytes as zipccl_zfp_encode writes, to words or sums at `out`.
+void zipccl_zfp_decode(const uint8_t* codes, uint64_t numel, int32_t dtype, uint32_t rate, uint8_t* out, int32_t into, int32_t threads);
 // The words that zipccl_zfp_decode gives for codes of `words`; of four words among which is a NaN or an infinity, these words. `out` may be
 // `words`.
 void zipccl_zfp_project(const uint8_t* words, uint64_t numel, int32_t dtype, uint32_t rate, uint8_t* out, int32_t threads);
 
 // --- cpu/lossy/lowrank.cpp
-// Writes the product of n rows of `rank` floats at `p` with m columns, as words of `dtype` (1 to 3). `columns`: `rank` rows of `stride`
-// floats, m up to a multiple of kZipcclTile.
-void zipccl_multiply(const float* p, const float* columns, uint64_t stride, uint32_t rank, uint64_t n, uint64_t m, int32_t dtype,
-                     uint8_t* words, int32_t threads);
-// The same, added to sums: of `dtype` itself, each rounded to it, or floats if `fp32_sums`. Words are added as zipccl_add adds them: with the
-// denormals of this thread.
-void zipccl_multiply_add(const float* p, const float* columns, uint64_t stride, uint32_t rank, uint64_t n, uint64_t m, int32_t dtype,
-                         uint8_t* sums, int32_t fp32_sums, int32_t threads);
+// The product of n rows of `rank` floats at `p` with m columns, as words of `dtype` (1 to 3), to words or sums at `out`. `columns`: `rank`
+// rows of `stride` floats, m up to a multiple of kZipcclTile.
+void zipccl_multiply(const float* p, const float* columns, uint64_t stride, uint32_t rank, uint64_t n, uint64_t m, int32_t dtype, uint8_t* out,
+                     int32_t into, int32_t threads);
 // Makes the `rank` columns of n rows at `columns` orthonormal, in place; `room`: rank (n + 1) doubles.
 void zipccl_orthonormalize(float* columns, uint64_t n, uint32_t rank, double* room);
 }

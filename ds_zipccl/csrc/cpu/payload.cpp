@@ -9,13 +9,10 @@ void zipccl_encode(ZipcclSegment* segments, uint32_t count, int32_t dtype, int32
   encode_words(segments, count, type, block, threads, zipccl_chosen().encode[type][code]);
 }
 
-int32_t zipccl_decode(const void* payload, uint64_t bytes, void* words, uint64_t numel, int32_t dtype, uint32_t block, int32_t threads) {
-  return decode_payload(zipccl_chosen().decode, payload, bytes, words, numel, dtype, block, threads);
-}
-
-int32_t zipccl_decode_add(const void* payload, uint64_t bytes, void* sums, uint64_t numel, int32_t dtype, uint32_t block, int32_t fp32_sums,
-                          int32_t threads) {
-  return add_payload(zipccl_chosen().add, payload, bytes, sums, numel, dtype, block, fp32_sums, threads);
+int32_t zipccl_decode(const void* payload, uint64_t bytes, void* out, uint64_t numel, int32_t dtype, uint32_t block, int32_t into,
+                      int32_t threads) {
+  const ZipcclLevel& level = zipccl_chosen();
+  return decode_payload(level.decode, level.add, payload, bytes, out, numel, dtype, block, into, threads);
 }
 
 void zipccl_add(const void* words, uint64_t numel, void* sums, int32_t dtype, int32_t fp32_sums, int32_t threads) {

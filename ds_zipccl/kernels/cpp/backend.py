@@ -15,6 +15,8 @@ from ds_zipccl.kernels.c_functions import bind
 from ds_zipccl.kernels.cpp.interface import (
     CODES,
     GROUP_STAYS,
+    INTO_SUMS,
+    INTO_WORDS,
     SIGNATURES,
     TILE,
     Literals,
@@ -79,8 +81,7 @@ class CppBackend:
         return [segment.bytes for segment in array]
 
     def decode(self, payload: torch.Tensor, block: int, words: torch.Tensor, adds: torch.dtype | None = None) -> None:
-        name, dtype, flag = _into(words, adds, "zipccl_decode", "zipccl_decode_add")
-        self._decode(name, payload, payload.numel(), words, words.numel(), dtype, block, *flag)
+        self._decode("zipccl_decode", payload, payload.numel(), words, words.numel(), *_into(words, adds, block))
 
     def add(self, words: torch.Tensor, sums: torch.Tensor) -> None:
         self._call("zipccl_add", words, words.numel(), sums, words.dtype, sums.dtype != words.dtype)
@@ -174,8 +175,9 @@ class CppBackend:
     def decode_rounded(
         self, payload: torch.Tensor, block: int, words: torch.Tensor, adds: torch.dtype | None = None
     ) -> None:
-        name, dtype, flag = _into(words, adds, "zipccl_decode_rounded", "zipccl_decode_rounded_add")
-        self._decode(name, payload, payload.numel(), words, words.numel(), dtype, block, *flag)
+        self._decode(
+            "zipccl_decode_rounded", payload, payload.numel(), words, words.numel(), *_into(words, adds, block)
+        )
 
     def squared_error(self, words: torch.Tensor, values: torch.Tensor) -> tuple[float, float]:
         """Return the sum of the squares of ``values`` - ``words``, and of those of ``words``, over the finite ``words``, added in fp64.
@@ -201,8 +203,7 @@ class CppBackend:
         words: torch.Tensor,
         adds: torch.dtype | None = None,
     ) -> None:
-        name, dtype, flag = _into(words, adds, "zipccl_scaled_decode", "zipccl_scaled_add")
-        self._decode(name, scales, codes, words.numel(), dtype, _scaling(codec), words, *flag)
+        self._decode("zipccl_scaled_decode", scales, codes, words.numel(), *_into(words, adds, _scaling(codec), words))
 
     def encode_scaled_staged(
         self,
@@ -237,9 +238,8 @@ class CppBackend:
         adds: torch.dtype | None = None,
     ) -> None:
         """As :meth:`decode_scaled`, of codes with stage 2 in blocks of ``block`` codes."""
-        name, dtype, flag = _into(words, adds, "zipccl_scaled_decode_staged", "zipccl_scaled_add_staged")
-        size, scaling = payload.numel(), _scaling(codec)
-        self._decode(name, scales, payload, size, block, words.numel(), dtype, scaling, words, *flag)
+        given = scales, payload, payload.numel(), block, words.numel()
+        self._decode("zipccl_scaled_decode_staged", *given, *_into(words, adds, _scaling(codec), words))
 
     def project_scaled(self, words: torch.Tensor, codec: ScaledCodec, out: torch.Tensor) -> None:
         self._call("zipccl_scaled_project", words, words.numel(), words.dtype, _scaling(codec), out)
@@ -248,16 +248,15 @@ class CppBackend:
         return bool(self._call("zipccl_zfp_encode", words, words.numel(), words.dtype, rate, codes))
 
     def decode_zfp(self, codes: torch.Tensor, rate: int, words: torch.Tensor, adds: torch.dtype | None = None) -> None:
-        name, dtype, flag = _into(words, adds, "zipccl_zfp_decode", "zipccl_zfp_decode_add")
-        self._call(name, codes, words.numel(), dtype, rate, words, *flag)
+        self._call("zipccl_zfp_decode", codes, words.numel(), *_into(words, adds, rate, words))
 
     def project_zfp(self, words: torch.Tensor, rate: int, out: torch.Tensor) -> None:
         self._call("zipccl_zfp_project", words, words.numel(), words.dtype, rate, out)
 
     def multiply(self, p: torch.Tensor, q: torch.Tensor, words: torch.Tensor, adds: torch.dtype | None = None) -> None:
-        name, dtype, flag = _into(words, adds, "zipccl_multiply", "zipccl_multiply_add")
         columns = _columns(q)
-        self._call(name, p, columns, columns.shape[1], p.shape[1], len(p), len(q), dtype, words, *flag)
+        given = p, columns, columns.shape[1], p.shape[1], len(p), len(q)
+        self._call("zipccl_multiply", *given, *_into(words, adds, words))
 
     def orthonormalize(self, columns: torch.Tensor) -> None:
         rows, rank = columns.shape
@@ -320,12 +319,10 @@ def _number(value: Any) -> Any:
     return ctypes.byref(value) if isinstance(value, ctypes.Structure) else value
 
 
-def _into(
-    words: torch.Tensor, adds: torch.dtype | None, writing: str, adding: str
-) -> tuple[str, torch.dtype, tuple[bool, ...]]:
-    """Return the function that writes ``words``, or the one that adds words of ``adds`` to them; the dtype of the words; and what the
-    latter function takes besides: whether the sums are float32 ones of another dtype."""
-    return (writing, words.dtype, ()) if adds is None else (adding, adds, (words.dtype != adds,))
+def _into(words: torch.Tensor, adds: torch.dtype | None, *more: Any) -> tuple[Any, ...]:
+    """Return the last arguments of a function that writes ``words``, or adds words of ``adds`` to them: the dtype of the words, ``more``,
+    and ZipcclInto of csrc/cpu/interface.h."""
+    return (words.dtype, *more, INTO_WORDS) if adds is None else (adds, *more, INTO_SUMS + (words.dtype != adds))
 
 
 def _segments(segments: Sequence[torch.Tensor], outs: Sequence[torch.Tensor]) -> ctypes.Array[Segment]:

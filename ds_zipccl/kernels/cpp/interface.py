@@ -11,6 +11,8 @@ from ds_zipccl.kernels.c_functions import F64, I32, POINTER, TEXT, U32, U64, Sig
 
 #: ZipcclCode of csrc/cpu/level.h.
 CODES = {"cascade": 0, "wide": 1}
+#: ZipcclInto of csrc/cpu/interface.h; the next one: sums of float32 that are not those of the words' dtype.
+INTO_WORDS, INTO_SUMS = 0, 1
 #: kGroupStays of csrc/cpu/level.h.
 GROUP_STAYS = (1 << 64) - 1
 #: kZipcclTile of csrc/cpu/level.h.
@@ -53,8 +55,7 @@ class RowSegment(ctypes.Structure):
 #: The structs, each ``Zipccl...`` in the header.
 STRUCTS: tuple[type[ctypes.Structure], ...] = (Scaling, Segment, Search, Literals, Map, RowSegment)
 
-_DECODE = I32, (POINTER, U64, POINTER, U64, I32, U32, I32)
-_DECODE_ADD = I32, (POINTER, U64, POINTER, U64, I32, U32, I32, I32)
+_DECODE = I32, (POINTER, U64, POINTER, U64, I32, U32, I32, I32)
 _ROWS = None, (POINTER, I32, U64, POINTER, POINTER, U64, POINTER, I32)
 _ZFP = (POINTER, U64, I32, U32, POINTER, I32)
 #: The functions. The last argument is the number of threads where a function has one.
@@ -64,7 +65,6 @@ SIGNATURES: Signatures = {
     "zipccl_hash": (None, (POINTER, U64, POINTER, POINTER, I32)),
     "zipccl_encode": (None, (POINTER, U32, I32, I32, U32, I32)),
     "zipccl_decode": _DECODE,
-    "zipccl_decode_add": _DECODE_ADD,
     "zipccl_add": (None, (POINTER, U64, POINTER, I32, I32, I32)),
     "zipccl_squared_error": (None, (POINTER, POINTER, U64, I32, POINTER, I32)),
     "zipccl_delta_encode": (U64, (POINTER, POINTER, U64, POINTER, I32, U32, I32)),
@@ -82,19 +82,14 @@ SIGNATURES: Signatures = {
     "zipccl_round_words": (None, (POINTER, U64, I32, U32, POINTER, I32)),
     "zipccl_encode_rounded": (None, (POINTER, U32, I32, U32, U32, POINTER, I32)),
     "zipccl_decode_rounded": _DECODE,
-    "zipccl_decode_rounded_add": _DECODE_ADD,
     "zipccl_scaled_encode": (U64, (POINTER, U64, I32, POINTER, POINTER, POINTER, I32)),
     "zipccl_scaled_encode_staged": (U64, (POINTER, U64, I32, POINTER, U32, POINTER, POINTER, POINTER, I32)),
-    "zipccl_scaled_decode": (I32, (POINTER, POINTER, U64, I32, POINTER, POINTER, I32)),
-    "zipccl_scaled_add": (I32, (POINTER, POINTER, U64, I32, POINTER, POINTER, I32, I32)),
-    "zipccl_scaled_decode_staged": (I32, (POINTER, POINTER, U64, U32, U64, I32, POINTER, POINTER, I32)),
-    "zipccl_scaled_add_staged": (I32, (POINTER, POINTER, U64, U32, U64, I32, POINTER, POINTER, I32, I32)),
+    "zipccl_scaled_decode": (I32, (POINTER, POINTER, U64, I32, POINTER, POINTER, I32, I32)),
+    "zipccl_scaled_decode_staged": (I32, (POINTER, POINTER, U64, U32, U64, I32, POINTER, POINTER, I32, I32)),
     "zipccl_scaled_project": (None, (POINTER, U64, I32, POINTER, POINTER, I32)),
     "zipccl_zfp_encode": (I32, _ZFP),
-    "zipccl_zfp_decode": (None, _ZFP),
-    "zipccl_zfp_decode_add": (None, (POINTER, U64, I32, U32, POINTER, I32, I32)),
+    "zipccl_zfp_decode": (None, (POINTER, U64, I32, U32, POINTER, I32, I32)),
     "zipccl_zfp_project": (None, _ZFP),
-    "zipccl_multiply": (None, (POINTER, POINTER, U64, U32, U64, U64, I32, POINTER, I32)),
-    "zipccl_multiply_add": (None, (POINTER, POINTER, U64, U32, U64, U64, I32, POINTER, I32, I32)),
+    "zipccl_multiply": (None, (POINTER, POINTER, U64, U32, U64, U64, I32, POINTER, I32, I32)),
     "zipccl_orthonormalize": (None, (POINTER, U64, U32, POINTER)),
 }

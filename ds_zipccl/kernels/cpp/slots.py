@@ -26,7 +26,7 @@ from ds_zipccl.frame import (
 )
 from ds_zipccl.kernels import build
 from ds_zipccl.kernels.cpp import backend as cpp
-from ds_zipccl.kernels.cpp.interface import CODES, SIGNATURES, Segment
+from ds_zipccl.kernels.cpp.interface import CODES, INTO_SUMS, INTO_WORDS, SIGNATURES, Segment
 from ds_zipccl.kernels.cuda import jobs
 from ds_zipccl.kernels.cuda.backend import CudaBackend
 from ds_zipccl.kernels.sums import settle_nans
@@ -140,7 +140,7 @@ class _Launcher:
             self._kernels._decode("zipccl_delta_decode", payload, size, base, out, numel, words, block)
         else:
             name = "zipccl_decode_rounded" if codec == CodecId.ROUNDED else "zipccl_decode"
-            self._kernels._decode(name, payload, size, out, numel, words, block)
+            self._kernels._decode(name, payload, size, out, numel, words, block, INTO_WORDS)
 
     # --- sums and hashes
 
@@ -172,14 +172,14 @@ class _Launcher:
         if not number:
             if not raw:
                 room = self._room(job.numel * words.itemsize)
-                self._kernels._decode("zipccl_decode", payload, size, room, job.numel, words, job.block)
+                self._kernels._decode("zipccl_decode", payload, size, room, job.numel, words, job.block, INTO_WORDS)
                 payload = room
             total.copy_(_bytes_at(payload, job.numel * words.itemsize).view(words))
         elif raw:
             self._kernels._call("zipccl_add", payload, job.numel, total, words, words is not torch.float32)
         else:
-            arguments = payload, size, total, job.numel, words, job.block, words is not torch.float32
-            self._kernels._decode("zipccl_decode_add", *arguments)
+            into = INTO_SUMS + (words is not torch.float32)
+            self._kernels._decode("zipccl_decode", payload, size, total, job.numel, words, job.block, into)
 
     def _hash(self, params: jobs.HashJobs) -> None:
         for number, job in enumerate(params.job[: params.count]):
