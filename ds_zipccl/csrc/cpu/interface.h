@@ -43,8 +43,8 @@ struct ZipcclMap {
 
 // A segment whose frames are made one after the other, in order. Of `search`, `first` rows have been seen, of which `repeats` repeat
 // earlier ones; `sources` is that of row 0. `literals` has room for as many numbers as a frame has rows. `nested`: the first half of the
-// header of a frame of coded literals, of `dtype`, with `code` and `block`; literals of fewer bytes than `raw_below` are raw. Both are rounded
-// to `mantissa` bits unless that is zero. A row frame saves `worth` of the bytes of its repeated rows, or there is none.
+// header of a frame of coded literals, of `dtype`, with `code` and `block`; literals of fewer bytes than `raw_below` are raw. Both are
+// rounded to `mantissa` bits unless that is zero. A row frame saves `worth` of the bytes of its repeated rows, or there is none.
 struct ZipcclRowSegment {
   ZipcclSearch search;
   uint64_t repeats, width, itemsize, raw_below;
@@ -55,8 +55,8 @@ struct ZipcclRowSegment {
   uint32_t block, mantissa;
 };
 
-// `into`, what a decoder does with numel words of `dtype`: writes them, or adds them to sums, of `dtype` (1 to 3) itself, each rounded to it,
-// or floats. Words are added as zipccl_add adds them: with the denormals of this thread.
+// `into`, what a decoder does with numel words of `dtype`: writes them, or adds them to sums, of `dtype` (1 to 3) itself, each rounded to
+// it, or floats. Words are added as zipccl_add adds them: with the denormals of this thread.
 enum ZipcclInto { ZIPCCL_WORDS, ZIPCCL_SUMS, ZIPCCL_FP32_SUMS };
 
 extern "C" {
@@ -172,8 +172,8 @@ void zipccl_zfp_project(const uint8_t* words, uint64_t numel, int32_t dtype, uin
 // --- cpu/lossy/lowrank.cpp
 // The product of n rows of `rank` floats at `p` with m columns, as words of `dtype` (1 to 3), to words or sums at `out`. `columns`: `rank`
 // rows of `stride` floats, m up to a multiple of kZipcclTile.
-void zipccl_multiply(const float* p, const float* columns, uint64_t stride, uint32_t rank, uint64_t n, uint64_t m, int32_t dtype, uint8_t* out,
-                     int32_t into, int32_t threads);
+void zipccl_multiply(const float* p, const float* columns, uint64_t stride, uint32_t rank, uint64_t n, uint64_t m, int32_t dtype,
+                     uint8_t* out, int32_t into, int32_t threads);
 // Makes the `rank` columns of n rows at `columns` orthonormal, in place; `room`: rank (n + 1) doubles.
 void zipccl_orthonormalize(float* columns, uint64_t n, uint32_t rank, double* room);
 }

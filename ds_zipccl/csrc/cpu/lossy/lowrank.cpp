@@ -12,8 +12,8 @@ constexpr uint64_t kColumns = 512;  // columns of a row that are made at a time 
 
 }  // namespace
 
-void zipccl_multiply(const float* p, const float* columns, uint64_t stride, uint32_t rank, uint64_t n, uint64_t m, int32_t dtype, uint8_t* out,
-                     int32_t into, int32_t threads) {
+void zipccl_multiply(const float* p, const float* columns, uint64_t stride, uint32_t rank, uint64_t n, uint64_t m, int32_t dtype,
+                     uint8_t* out, int32_t into, int32_t threads) {
   const ZipcclType type = type_of(dtype);
   const uint64_t itemsize = kItemsize[type], row_bytes = m * itemsize, sum_bytes = into == ZIPCCL_FP32_SUMS ? 4 : itemsize;
   ZipcclLevel::Multiply* const of_type = zipccl_chosen().multiply[type];
