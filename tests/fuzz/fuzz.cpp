@@ -221,8 +221,7 @@ void rows_everywhere(const Case& c, const std::vector<const char*>& levels, cons
     zipccl_force_level(level);
     Exact out(bound(rows.inner), below(16));
     const ZipcclLiterals literals = rows.in(c, words.data);
-    const uint64_t size = c.code == 3 ? zipccl_encode_rounded_rows(&literals, c.dtype, c.kept, c.block, out.data, 1)
-                                      : zipccl_encode_rows(&literals, c.dtype, c.code, c.block, out.data, 1);
+    const uint64_t size = zipccl_encode_rows(&literals, c.dtype, c.code == 3 ? 0 : c.code, c.code == 3 ? c.kept : 0, c.block, out.data, 1);
     if (size != payload.size() || (size && memcmp(out.data, payload.data(), size))) fail("rows are another payload than a copy", c, level);
   }
   for (int i = 0; i < 8; ++i) {
@@ -238,8 +237,7 @@ void rows_everywhere(const Case& c, const std::vector<const char*>& levels, cons
       Exact out(words.size(), shift);
       if (out.size()) memset(out.data, 0x5a, out.size());
       const ZipcclLiterals literals = rows.in(c, out.data);
-      const int32_t now = (c.code == 3 && c.dtype < 3 ? zipccl_decode_rounded_rows : zipccl_decode_rows)(
-          in.data, in.size(), &literals, c.dtype, receiver.block, 1);
+      const int32_t now = zipccl_decode_rows(in.data, in.size(), &literals, c.dtype, c.code == 3 && c.dtype < 3, receiver.block, 1);
       if ((now && !i) || (now != 0 && now != 11 && now != 12)) fail("rows refused, or for no known reason", c, level);
       if (level != levels[0] && now != status) fail("levels differ in the status of rows", c, level);
       status = now;

@@ -96,20 +96,14 @@ int32_t zipccl_delta_decode(const void* payload, uint64_t bytes, const void* bas
 // Writes to `sources` the number of the first row that each row equals, its own where there is none before it. Returns how many rows equal
 // an earlier one.
 uint64_t zipccl_find_rows(const ZipcclSearch* search, int32_t threads);
-// Encodes the literals, of `dtype`, with `code` to `out`, which must hold payload_bound() (codecs/exponent.py) bytes. Returns the payload's
-// bytes.
-uint64_t zipccl_encode_rows(const ZipcclLiterals* literals, int32_t dtype, int32_t code, uint32_t block, void* out, int32_t threads);
-// As zipccl_encode_rows, of literals of `dtype` (1 to 3) rounded to `mantissa` bits; `out` must hold payload_bound() of ROUNDED. The
-// payload is rounded, of dtype 3 an exponent payload.
-uint64_t zipccl_encode_rounded_rows(const ZipcclLiterals* literals, int32_t dtype, uint32_t mantissa, uint32_t block, void* out,
-                                    int32_t threads);
-// Decodes a payload of `bytes` bytes to the places of the literals, of `dtype`. Returns 0 or a FrameErrorCode; the literals are then
-// undefined, all other words as before.
-int32_t zipccl_decode_rows(const void* payload, uint64_t bytes, const ZipcclLiterals* literals, int32_t dtype, uint32_t block,
-                           int32_t threads);
-// As zipccl_decode_rows, of a rounded payload, of `dtype` 1 or 2.
-int32_t zipccl_decode_rounded_rows(const void* payload, uint64_t bytes, const ZipcclLiterals* literals, int32_t dtype, uint32_t block,
-                                   int32_t threads);
+// Encodes the literals, of `dtype`, with `code` to `out`, which must hold payload_bound() (codecs/exponent.py) bytes; with `mantissa` above
+// 0, of `dtype` 1 to 3, as zipccl_encode_rounded. Returns the payload's bytes.
+uint64_t zipccl_encode_rows(const ZipcclLiterals* literals, int32_t dtype, int32_t code, uint32_t mantissa, uint32_t block, void* out,
+                            int32_t threads);
+// Decodes a payload of `bytes` bytes, a rounded one if `rounded`, to the places of the literals, of `dtype`. Returns 0 or a FrameErrorCode;
+// the literals are then undefined, all other words as before.
+int32_t zipccl_decode_rows(const void* payload, uint64_t bytes, const ZipcclLiterals* literals, int32_t dtype, int32_t rounded,
+                           uint32_t block, int32_t threads);
 // Copies `count` rows of `row_bytes`: row sources[i] at `data` to row rows[i]. No row is both.
 void zipccl_copy_rows(uint8_t* data, uint64_t row_bytes, const int32_t* rows, const int32_t* sources, uint64_t count, int32_t threads);
 // Writes the factor from row sources[i] to row rows[i], of `width` words of `dtype` (1 to 3), to factors[i]; 0 where there is none.

@@ -113,16 +113,14 @@ class CppBackend:
         mantissa: int = 0,
     ) -> int:  # fmt: skip
         literals = _literals(words, width, head, rows)
-        if mantissa:
-            return self._call("zipccl_encode_rounded_rows", literals, words.dtype, mantissa, block, out)
-        return self._call("zipccl_encode_rows", literals, words.dtype, CODES[code], block, out)
+        return self._call("zipccl_encode_rows", literals, words.dtype, CODES[code], mantissa, block, out)
 
     def decode_rows(
         self, payload: torch.Tensor, block: int, words: torch.Tensor, width: int, head: int, rows: torch.Tensor,
         rounded: bool = False,
     ) -> None:  # fmt: skip
-        name = "zipccl_decode_rounded_rows" if rounded else "zipccl_decode_rows"
-        self._decode(name, payload, payload.numel(), _literals(words, width, head, rows), words.dtype, block)
+        literals = _literals(words, width, head, rows)
+        self._decode("zipccl_decode_rows", payload, payload.numel(), literals, words.dtype, rounded, block)
 
     def copy_rows(self, words: torch.Tensor, width: int, rows: torch.Tensor, sources: torch.Tensor) -> None:
         self._call("zipccl_copy_rows", words, width * words.itemsize, rows, sources, rows.numel())

@@ -66,12 +66,10 @@ uint64_t zipccl_row_frame(ZipcclRowSegment* segment, uint64_t begin, uint64_t nu
   const ZipcclLiterals literals = {const_cast<uint8_t*>(search.data) + begin * segment->itemsize, numel, width, head, rows.literals,
                                    rows.count - rows.repeats};
   uint8_t* const nested = out + at;
-  uint8_t* const payload = nested + kHeaderBytes;
   memcpy(nested, segment->nested, sizeof segment->nested);
-  const uint64_t bytes =
-      raw                 ? put_raw(*segment, literals, left, nested, threads)
-      : segment->mantissa ? zipccl_encode_rounded_rows(&literals, segment->dtype, segment->mantissa, segment->block, payload, threads)
-                          : zipccl_encode_rows(&literals, segment->dtype, segment->code, segment->block, payload, threads);
+  const uint64_t bytes = raw ? put_raw(*segment, literals, left, nested, threads)
+                             : zipccl_encode_rows(&literals, segment->dtype, segment->code, segment->mantissa, segment->block,
+                                                  nested + kHeaderBytes, threads);
   const uint64_t of_header[2] = {left, kHeaderBytes + bytes};
   memcpy(nested + sizeof segment->nested, of_header, sizeof of_header);
   const uint64_t end = at + kHeaderBytes + bytes;
