@@ -32,7 +32,7 @@ BUDGETS = {
     "ds_zipccl/cli": Budget(2_815, 2_800),
     "ds_zipccl/codecs": Budget(2_775, 2_900),
     "ds_zipccl/comm": Budget(10_460, 9_800),
-    "ds_zipccl/csrc": Budget(9_950, 10_050),
+    "ds_zipccl/csrc": Budget(9_940, 10_050),
     "ds_zipccl/integration": Budget(4_028, 3_700),
     "ds_zipccl/integration/fsdp": Budget(386, 450),
     "ds_zipccl/kernels": Budget(5_372, 5_200),

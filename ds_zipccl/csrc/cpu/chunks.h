@@ -195,21 +195,5 @@ int32_t each_chunk(const uint8_t* payload, uint64_t bytes, uint64_t numel, uint3
   return failure.load() == ~0ull ? int32_t(OK) : int32_t(failure.load() & 255);
 }
 
-// Decodes a payload of numel words of `dtype` to words or sums at `out`. Returns 0 or a FrameErrorCode; those are then undefined.
-int32_t decode_payload(ZipcclLevel::Decode* const* of_types, ZipcclLevel::Add* const (*adds)[2], const void* payload, uint64_t bytes,
-                       void* out, uint64_t numel, int32_t dtype, uint32_t block, int32_t into, int32_t threads) {
-  const ZipcclType type = type_of(dtype);
-  const uint64_t itemsize = kItemsize[type], total = numel * itemsize, size = into == ZIPCCL_FP32_SUMS ? 4 : itemsize;
-  ZipcclLevel::Decode* const decode_chunk = of_types[type];
-  ZipcclLevel::Add* const add_chunk = into ? adds[type][into == ZIPCCL_FP32_SUMS] : nullptr;
-  return each_chunk<0>(static_cast<const uint8_t*>(payload), bytes, numel, block, threads, total,
-                       [&](const uint8_t* chunk, uint64_t chunk_bytes, uint64_t first, uint32_t n, bool) {
-                         uint8_t *const to = static_cast<uint8_t*>(out) + first * size, *blocks[kChunkBlocks];
-                         if (into) return add_chunk(chunk, chunk_bytes, n, block, to);
-                         for (uint32_t b = 0; b < kChunkBlocks; ++b) blocks[b] = to + uint64_t(b) * block * itemsize;
-                         return decode_chunk(chunk, chunk_bytes, n, block, total >= kStreamBytes ? ~0u : 0, blocks);
-                       });
-}
-
 }  // namespace
 }  // namespace zipccl

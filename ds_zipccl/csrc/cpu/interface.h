@@ -73,9 +73,10 @@ void zipccl_hash(const void* data, uint64_t bytes, const uint64_t* key, uint64_t
 // --- cpu/payload.cpp
 // Encodes `count` segments of `dtype` with `code` (0 cascade, 1 wide).
 void zipccl_encode(ZipcclSegment* segments, uint32_t count, int32_t dtype, int32_t code, uint32_t block, int32_t threads);
-// Decodes a payload of `bytes` bytes. Returns 0 or a FrameErrorCode; the words or sums at `out` are then undefined.
-int32_t zipccl_decode(const void* payload, uint64_t bytes, void* out, uint64_t numel, int32_t dtype, uint32_t block, int32_t into,
-                      int32_t threads);
+// Decodes a payload of `bytes` bytes, a rounded one (of `dtype` 1 or 2) if `rounded`. Returns 0 or a FrameErrorCode; the words or sums at
+// `out` are then undefined.
+int32_t zipccl_decode(const void* payload, uint64_t bytes, void* out, uint64_t numel, int32_t dtype, int32_t rounded, uint32_t block,
+                      int32_t into, int32_t threads);
 // Adds numel words of `dtype` (1 to 3) to sums: of `dtype` itself, each rounded to it, or floats if `fp32_sums`.
 void zipccl_add(const void* words, uint64_t numel, void* sums, int32_t dtype, int32_t fp32_sums, int32_t threads);
 // The squares of values - words, and those of words, summed over the numel words of `dtype` (1 to 3) that are finite: two sums. They depend
@@ -129,9 +130,6 @@ void zipccl_round_words(const void* words, uint64_t numel, int32_t dtype, uint32
 // bytes of the exponent payload of each, which counts RAW blocks of the rounded payload as RAW.
 void zipccl_encode_rounded(ZipcclSegment* segments, uint32_t count, int32_t dtype, uint32_t mantissa, uint32_t block, uint64_t* untrimmed,
                            int32_t threads);
-// As zipccl_decode, of a rounded payload, of `dtype` 1 or 2.
-int32_t zipccl_decode_rounded(const void* payload, uint64_t bytes, void* out, uint64_t numel, int32_t dtype, uint32_t block, int32_t into,
-                              int32_t threads);
 
 // --- cpu/lossy/scaled.cpp
 // Writes the scales of numel words of `dtype` (1 to 3), one for each group, and the codes of those groups whose scale is not zero; `codes`

@@ -81,7 +81,7 @@ class CppBackend:
         return [segment.bytes for segment in array]
 
     def decode(self, payload: torch.Tensor, block: int, words: torch.Tensor, adds: torch.dtype | None = None) -> None:
-        self._decode("zipccl_decode", payload, payload.numel(), words, words.numel(), *_into(words, adds, block))
+        self._decode("zipccl_decode", payload, payload.numel(), words, words.numel(), *_into(words, adds, False, block))
 
     def add(self, words: torch.Tensor, sums: torch.Tensor) -> None:
         self._call("zipccl_add", words, words.numel(), sums, words.dtype, sums.dtype != words.dtype)
@@ -173,9 +173,7 @@ class CppBackend:
     def decode_rounded(
         self, payload: torch.Tensor, block: int, words: torch.Tensor, adds: torch.dtype | None = None
     ) -> None:
-        self._decode(
-            "zipccl_decode_rounded", payload, payload.numel(), words, words.numel(), *_into(words, adds, block)
-        )
+        self._decode("zipccl_decode", payload, payload.numel(), words, words.numel(), *_into(words, adds, True, block))
 
     def squared_error(self, words: torch.Tensor, values: torch.Tensor) -> tuple[float, float]:
         """Return the sum of the squares of ``values`` - ``words``, and of those of ``words``, over the finite ``words``, added in fp64.

@@ -55,7 +55,6 @@ class RowSegment(ctypes.Structure):
 #: The structs, each ``Zipccl...`` in the header.
 STRUCTS: tuple[type[ctypes.Structure], ...] = (Scaling, Segment, Search, Literals, Map, RowSegment)
 
-_DECODE = I32, (POINTER, U64, POINTER, U64, I32, U32, I32, I32)
 _ROWS = None, (POINTER, I32, U64, POINTER, POINTER, U64, POINTER, I32)
 _ZFP = (POINTER, U64, I32, U32, POINTER, I32)
 #: The functions. The last argument is the number of threads where a function has one.
@@ -64,7 +63,7 @@ SIGNATURES: Signatures = {
     "zipccl_force_level": (I32, (TEXT,)),
     "zipccl_hash": (None, (POINTER, U64, POINTER, POINTER, I32)),
     "zipccl_encode": (None, (POINTER, U32, I32, I32, U32, I32)),
-    "zipccl_decode": _DECODE,
+    "zipccl_decode": (I32, (POINTER, U64, POINTER, U64, I32, I32, U32, I32, I32)),
     "zipccl_add": (None, (POINTER, U64, POINTER, I32, I32, I32)),
     "zipccl_squared_error": (None, (POINTER, POINTER, U64, I32, POINTER, I32)),
     "zipccl_delta_encode": (U64, (POINTER, POINTER, U64, POINTER, I32, U32, I32)),
@@ -79,7 +78,6 @@ SIGNATURES: Signatures = {
     "zipccl_row_frame": (U64, (POINTER, U64, U64, POINTER, U64, I32)),
     "zipccl_round_words": (None, (POINTER, U64, I32, U32, POINTER, I32)),
     "zipccl_encode_rounded": (None, (POINTER, U32, I32, U32, U32, POINTER, I32)),
-    "zipccl_decode_rounded": _DECODE,
     "zipccl_scaled_encode": (U64, (POINTER, U64, I32, POINTER, POINTER, POINTER, I32)),
     "zipccl_scaled_encode_staged": (U64, (POINTER, U64, I32, POINTER, U32, POINTER, POINTER, POINTER, I32)),
     "zipccl_scaled_decode": (I32, (POINTER, POINTER, U64, I32, POINTER, POINTER, I32, I32)),

@@ -129,8 +129,8 @@ class _Launcher:
                 raise FrameError(FrameErrorCode.SIZE, "longer than any payload of so many words")
             self._kernels._decode("zipccl_delta_decode", payload, size, base, out, numel, words, block)
         else:
-            name = "zipccl_decode_rounded" if codec == CodecId.ROUNDED else "zipccl_decode"
-            self._kernels._decode(name, payload, size, out, numel, words, block, INTO_WORDS)
+            rounded = codec == CodecId.ROUNDED
+            self._kernels._decode("zipccl_decode", payload, size, out, numel, words, rounded, block, INTO_WORDS)
 
     # --- sums and hashes
 
@@ -162,14 +162,16 @@ class _Launcher:
         if not number:
             if not raw:
                 room = self._room(job.numel * words.itemsize)
-                self._kernels._decode("zipccl_decode", payload, size, room, job.numel, words, job.block, INTO_WORDS)
+                self._kernels._decode(
+                    "zipccl_decode", payload, size, room, job.numel, words, False, job.block, INTO_WORDS
+                )
                 payload = room
             total.copy_(_bytes_at(payload, job.numel * words.itemsize).view(words))
         elif raw:
             self._kernels._call("zipccl_add", payload, job.numel, total, words, words is not torch.float32)
         else:
             into = INTO_SUMS + (words is not torch.float32)
-            self._kernels._decode("zipccl_decode", payload, size, total, job.numel, words, job.block, into)
+            self._kernels._decode("zipccl_decode", payload, size, total, job.numel, words, False, job.block, into)
 
     def _hash(self, params: jobs.HashJobs) -> None:
         for number, job in enumerate(params.job[: params.count]):

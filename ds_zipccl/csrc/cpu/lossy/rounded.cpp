@@ -64,9 +64,3 @@ void zipccl_encode_rounded(ZipcclSegment* segments, uint32_t count, int32_t dtyp
                                          : untrimmed_bytes<Bf16>(out, segments[s].numel, block);
   }
 }
-
-int32_t zipccl_decode_rounded(const void* payload, uint64_t bytes, void* out, uint64_t numel, int32_t dtype, uint32_t block, int32_t into,
-                              int32_t threads) {
-  const ZipcclLevel& level = zipccl_chosen();
-  return decode_payload(level.decode_rounded, level.add_rounded, payload, bytes, out, numel, dtype, block, into, threads);
-}
