@@ -36,6 +36,7 @@ from ds_zipccl.config import DEFAULT, ENVIRONMENT, KEYS, ZipcclConfig
 from ds_zipccl.frame import CHUNK_BLOCKS
 from ds_zipccl.integration import bypassed, start_line
 from ds_zipccl.kernels.cuda import waves
+from ds_zipccl.kernels.cuda.interface import THREADS
 from ds_zipccl.ops import OPS
 from ds_zipccl.policy import admission, cost_model, trial
 from ds_zipccl.policy.admission import PassReason
@@ -271,6 +272,14 @@ def step_constants(page: Path) -> str:
 MULTIPROCESSORS = 132
 
 
+def _filled(chunks: int, cut: int, resident: int) -> tuple[str, int, int, int]:
+    """Return the last columns of :func:`device_fill` for a launch of ``chunks`` chunks, each halved ``cut`` times."""
+    grid, blocks, places = chunks << cut, CHUNK_BLOCKS >> cut, resident * MULTIPROCESSORS
+    working = min(THREADS // 32, blocks)  # warps of a block of threads
+    fullest = min(resident, -(-grid // MULTIPROCESSORS)) * working
+    return f"{grid / places:.2f}", min(grid, MULTIPROCESSORS), fullest, -(-grid // places) * (blocks // working)
+
+
 def device_fill(page: Path) -> str:
     """How full a device is for messages of bfloat16: with whole chunks, and with chunks cut as the launches cut them. Counted."""
     resident = waves.RESIDENT["encode"][2]
@@ -278,10 +287,8 @@ def device_fill(page: Path) -> str:
     for mib in (0.25, 1, 4, 8, 16, 64, 256):
         chunks = int(mib * 2**20) // (2 * CHUNK_BLOCKS * 1024)
         cut = waves.split(chunks, resident, MULTIPROCESSORS)
-        whole, parts = (waves.fill(chunks, by, resident, MULTIPROCESSORS) for by in (0, cut))
-        pairs = ((whole.busy, parts.busy), (whole.warps, parts.warps), (whole.depth, parts.depth))
-        waves_ = f"{whole.waves:.2f}, {parts.waves:.2f}"
-        rows.append((f"{mib:g} MiB", chunks, 1 << cut, waves_, *(f"{before}, {after}" for before, after in pairs)))
+        pairs = zip(_filled(chunks, 0, resident), _filled(chunks, cut, resident))
+        rows.append((f"{mib:g} MiB", chunks, 1 << cut, *(f"{whole}, {parts}" for whole, parts in pairs)))
     head = (
         "message", "chunks", "parts a chunk", "waves", "multiprocessors at work", "coding warps on the fullest one",
         "blocks that a warp codes in turn",

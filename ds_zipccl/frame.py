@@ -1,4 +1,4 @@
-"""Frame header: pack, parse, validate. The layout is FORMAT.md section 1; nothing else in Python knows it."""
+"""Frame header: pack, parse, validate. The layout is FORMAT.md 2.7; nothing else in Python knows it."""
 
 from __future__ import annotations
 
@@ -61,8 +61,7 @@ class CodecId(IntEnum):
     LOWRANK = 5
     ZFP1 = 6
     ROWS = 7
-    KNOWN = 8
-    BITS = 9
+    BITS = 9  # 8 stays free: FORMAT.md 2.7
 
 
 _CODED = (CodecId.EXPONENT, CodecId.DELTA, CodecId.ROUNDED)

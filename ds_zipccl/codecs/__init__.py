@@ -11,7 +11,7 @@ from ds_zipccl.codecs.api import (
     project,
     region_hash,
 )
-from ds_zipccl.codecs.known import bits_frame, known_frame
+from ds_zipccl.codecs.known import bits_frame
 from ds_zipccl.codecs.memory import DEVICES
 from ds_zipccl.codecs.registry import BASE_CODECS, CODEC_SPECS, CODECS, CODED_DTYPES
 from ds_zipccl.codecs.row_segment import RowSegment
@@ -34,7 +34,6 @@ __all__ = [
     "compress_segments",
     "decompress",
     "decompress_add",
-    "known_frame",
     "lowrank",
     "project",
     "region_hash",

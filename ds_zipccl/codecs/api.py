@@ -11,7 +11,7 @@ from ds_zipccl import frame as framing
 from ds_zipccl import tensors
 from ds_zipccl.codecs import memory
 from ds_zipccl.codecs.exponent import projected
-from ds_zipccl.codecs.known import KNOWN, NO_KEY, check_hash, hashed
+from ds_zipccl.codecs.known import NO_KEY, hashed
 from ds_zipccl.codecs.memory import admit, write_header
 from ds_zipccl.codecs.registry import BASE_CODECS, DECODERS, codec_spec, lossy_spec, spec_for
 from ds_zipccl.codecs.row_segment import RowSegment
@@ -190,7 +190,6 @@ def decompress(
     *,
     base: torch.Tensor | None = None,
     earlier: torch.Tensor | None = None,
-    key: bytes = NO_KEY,
     route: str = "auto",
 ) -> torch.Tensor:
     """Decode the tensor in ``frame``; blocks.
@@ -201,11 +200,10 @@ def decompress(
             that the library lacks.
         out: contiguous tensor on the frame's device, of the frame's dtype and number of elements, of any shape; written in place, which
             autograd sees as it sees ``out.copy_()``.
-        base: the base of a delta frame, bit for bit, or the tensor that a known frame stands for: contiguous tensor on the frame's device,
-            ``out`` itself or apart from it. Frames of other codecs ignore it.
+        base: the base of a delta frame, bit for bit: contiguous tensor on the frame's device, ``out`` itself or apart from it. Frames of
+            other codecs ignore it.
         earlier: the words of the segment in front of a row frame, decoded already: contiguous tensor of the frame's dtype that ends where
             ``out`` begins, in the same storage. Frames of other codecs do not read it. Without it a row frame has only itself to repeat.
-        key: as for :func:`region_hash`, of the hash in a known frame.
 
     Returns:
         ``out``, or a new tensor of the frame's dtype and shape (flat if the frame has no shape), for an array one of its library.
@@ -243,8 +241,6 @@ def decompress(
                 raise ValueError("base and out overlap in part; pass the same memory for both, or a clone of the base")
         elif spec.takes_earlier:
             against = memory.earlier_words(earlier, words)
-        if spec is KNOWN and against is not None:
-            check_hash(payload, against, key, route)
         if room is out:
             memory.note_write(out)
         spec.decode(payload, against, header.block, words, route)

@@ -14,6 +14,7 @@ import torch
 from ds_zipccl import kernels, tensors
 from ds_zipccl.codecs.spec import CodecSpec, Coded, Encode, PayloadSpec, Project, Tensors, lossy_format
 from ds_zipccl.frame import BLOCK_LOG2, CHUNK_BLOCKS, DELTA_WORDS, DTYPE_IDS, CodecId, pad16
+from ds_zipccl.kernels.protocol import index_and_tables, raw_bound
 from ds_zipccl.lossy import Round
 
 BLOCKS = tuple(1 << log2 for log2 in BLOCK_LOG2[CodecId.EXPONENT])
@@ -25,10 +26,6 @@ MAX_PAYLOAD = 16 << 32  # chunk offsets are 32 bits in units of 16 bytes
 _MAX_DELTA_PAYLOAD = 16 << 31  # 31 bits
 _DELTA_BYTE_TABLE = 3  # bytes of a block's entry where the words of a delta payload are bytes
 _ROUNDED_TABLE = 4
-
-
-def _ceil(count: int, unit: int) -> int:
-    return (count + unit - 1) // unit
 
 
 def block_size(wanted: int) -> int:
@@ -50,27 +47,6 @@ def payload_floor(numel: int, dtype: torch.dtype, block: int) -> int:
 def payload_bound(numel: int, dtype: torch.dtype, block: int) -> int:
     """Bytes of a payload in which every block is as large as raw, with all paddings."""
     return raw_bound(numel, dtype.itemsize, _TABLE_BYTES[dtype], block)
-
-
-def raw_bound(words: int, itemsize: int, table: int, block: int) -> int:
-    """Bytes of a payload of RAW blocks, with all paddings.
-
-    Args:
-        words: their number.
-        itemsize: bytes of a word.
-        table: bytes of a block's entry in the table of its chunk.
-        block: words of a block.
-    """
-    full, rest = divmod(words, block)
-    bodies = full * block * itemsize + pad16(rest * itemsize)
-    return index_and_tables(words, table, block) + bodies + 16 * _ceil(words, block * CHUNK_BLOCKS)
-
-
-def index_and_tables(words: int, table: int, block: int) -> int:
-    """Bytes of the index and the tables of a payload; arguments as for :func:`raw_bound`."""
-    chunk = block * CHUNK_BLOCKS
-    full, rest = divmod(words, chunk)
-    return pad16(4 * _ceil(words, chunk)) + full * pad16(table * CHUNK_BLOCKS) + pad16(table * _ceil(rest, block))
 
 
 def check_size(words: torch.Tensor, block: int) -> None:
@@ -196,7 +172,7 @@ def projected(project: Project, words: torch.Tensor, route: str) -> torch.Tensor
 def _delta_floor(numel: int, dtype: torch.dtype, block: int) -> int:
     """Bytes of a payload in which every word is the base's: the index."""
     words = numel if dtype in DELTA_WORDS else numel * dtype.itemsize
-    return pad16(4 * _ceil(words, block * CHUNK_BLOCKS))
+    return pad16(4 * -(-words // (block * CHUNK_BLOCKS)))
 
 
 def _delta_bound(numel: int, dtype: torch.dtype, block: int) -> int:

@@ -38,11 +38,6 @@ def has_words(tensor: torch.Tensor) -> bool:
     return not tensor.numel() or (last + 1) * tensor.itemsize <= there
 
 
-def has_values(tensor: torch.Tensor) -> bool:
-    """Whether the memory of :func:`has_words` has the values: a conjugate or negative view has others. The door of raw addresses."""
-    return has_words(tensor) and not (tensor.is_conj() or tensor.is_neg())
-
-
 def admit(name: str, tensor: torch.Tensor, error: type[Exception] = ValueError) -> None:
     """Accept an argument whose words kernels can read: the door of all calls that take tensors.
 

@@ -16,7 +16,7 @@ import torch
 
 from ds_zipccl.codecs import exponent, scaled, zfp
 from ds_zipccl.codecs.exponent import CASCADE, DELTA, RAW, ROUNDED, WIDE
-from ds_zipccl.codecs.known import BITS, KNOWN
+from ds_zipccl.codecs.known import BITS
 from ds_zipccl.codecs.lowrank import LOWRANK
 from ds_zipccl.codecs.rows import ROWS
 from ds_zipccl.codecs.scaled import SCALED
@@ -46,7 +46,7 @@ LOSSY_SPECS: dict[type[LossyCodec], tuple[Callable[..., int], Callable[..., list
     Zfp: (zfp.payload_bound, zfp.encode, zfp.project),
 }
 #: Formats that only lossy codecs, :mod:`.lowrank`, :mod:`.row_segment` and :mod:`.known` write.
-_OTHERS: tuple[PayloadSpec, ...] = (ROUNDED, SCALED, LOWRANK, ZFP1, ROWS, KNOWN, BITS)
+_OTHERS: tuple[PayloadSpec, ...] = (ROUNDED, SCALED, LOWRANK, ZFP1, ROWS, BITS)
 #: Codec byte of a frame -> the format that decodes it; codecs of one byte decode alike.
 DECODERS: dict[CodecId, PayloadSpec] = {spec.frame_id: spec for spec in (*reversed(CODEC_SPECS.values()), *_OTHERS)}
 _RENAMED = {former: name for name, spec in CODEC_SPECS.items() for former in spec.former_names}

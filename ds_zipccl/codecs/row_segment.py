@@ -21,6 +21,8 @@ from ds_zipccl.kernels.cpp.backend import CppBackend, RowFrames
 TRIAL_ROWS = 24
 #: A row frame must save this part of the bytes of the rows that it leaves out, at least (seed: half of them is what the codec would save).
 _WORTH = 0.5
+#: ``raw_below`` of literals that are raw in any case.
+_ALL = (1 << 64) - 1
 #: Words of a row that are compared to tell a row of one word, which costs next to nothing in any frame.
 _PROBES = 8
 
@@ -167,15 +169,11 @@ class RowSegment:
             return None
         first, last = -(-begin // self._width), end // self._width
         compiled = kernels.compiled(self._route, self._words.device.type)
-        if compiled is not None and self._candidates is None and spec is not RAW:
-            size = self._in_one_call(begin, end, out, spec, compiled)
-            if size != RowFrames.RAW:
-                return size or None
+        if compiled is not None and self._candidates is None:
+            return self._in_one_call(begin, end, out, spec, compiled) or None
         self._find(last)
         if first >= last or not (self.repeats or self._candidates is not None):
             return None
-        if compiled is not None and self._candidates is None:
-            return self._raw_repeats(begin, end, out, compiled)
         rows_of, factors = self._map(first, last, spec)
         fields = rows.fields_of(rows_of, end - begin, self._width, first * self._width - begin)
         if fields.literal_numel * self._words.itemsize < self._raw_below:
@@ -198,9 +196,12 @@ class RowSegment:
         return Literals(self._form(spec), spec.block(self._block), self._route, spec.name, self._rounded)
 
     def _in_one_call(self, begin: int, end: int, out: torch.Tensor, spec: CodecSpec, compiled: CppBackend) -> int:
-        """:meth:`payload` where no row has a candidate, and literals are coded; 0 for None. ``RowFrames.RAW``: they are to be raw."""
-        block, dtype, form = spec.block(self._block), self._words.dtype, self._form(spec)
-        exponent.check_bound(self._words, bound := form.payload_bound(end - begin, dtype, block), exponent.MAX_PAYLOAD)
+        """:meth:`payload` where no row has a candidate; 0 for None."""
+        block, dtype, form, raw_below = spec.block(self._block), self._words.dtype, self._form(spec), _ALL
+        bound = form.payload_bound(end - begin, dtype, block)
+        if spec is not RAW:
+            raw_below = self._raw_below
+            exponent.check_bound(self._words, bound, exponent.MAX_PAYLOAD)
         if out.numel() < bound:
             raise ValueError(
                 f"got room for {out.numel()} bytes of payload, wanted {bound}; compress_bound() gives its size"
@@ -211,23 +212,10 @@ class RowSegment:
             literals = self._scratch(self._rows, torch.int32, self._words.device)
             self._frames = spec, RowFrames(
                 compiled, self._words, self._width, self._found, self._table, literals, bytes(header[:16]), spec.name, block,
-                self._raw_below, self._worth_of, self._rounded,
+                raw_below, self._worth_of, self._rounded,
             )  # fmt: skip
         size, self._known, self.repeats = self._frames[1].payload(begin, end - begin, out, self._known, self.repeats)
         return size
-
-    def _raw_repeats(self, begin: int, end: int, out: torch.Tensor, compiled: CppBackend) -> int | None:
-        """:meth:`payload` where no row has a candidate and literals are raw, by the C++ backend."""
-        width = self._width
-        first, last = -(-begin // width), end // width
-        literal, bits, _ = compiled.pack_repeats(
-            self._words, width, first, last - first, self._found, out[rows.FIELDS_BYTES :]
-        )
-        repeats = last - first - len(literal)
-        fields = rows.Fields(end - begin, width, first * width - begin, repeats, 0, bits, 0)
-        if not self._saves(fields, repeats):
-            return None
-        return rows.encode(self._words[begin:end], literal, fields, self._literals(RAW), out)
 
     def _find(self, end: int) -> None:
         """Look at the rows before ``end`` that no frame has looked at."""

@@ -225,7 +225,7 @@ class Literals:
 
 def encode(
     words: torch.Tensor,
-    rows: RowMap | torch.Tensor,
+    rows: RowMap,
     fields: Fields,
     literals: Literals,
     out: torch.Tensor,
@@ -235,7 +235,7 @@ def encode(
 
     Args:
         words: the frame's elements, flat.
-        rows: the map; or the literal rows alone, int32 on the CPU, of a map without scaled rows that is in ``out`` already if it fits.
+        rows: the map.
         out: flat uint8, as much as the payload may have.
         factors: float32, one for each scaled row.
 
@@ -246,16 +246,12 @@ def encode(
     numel, dtype, room = fields.literal_numel, words.dtype, out[at + HEADER_BYTES :]
     if pad16(spec.payload_bound(numel, dtype, block)) > out.numel() - at - HEADER_BYTES:
         return None
-    if isinstance(rows, RowMap):
-        front = np.zeros(at, dtype=np.uint8)
-        front[: fields.factors_at] = write_map(fields, rows)
-        out[:at].copy_(tensors.of_buffer(front))
-        if factors is not None and fields.scaled:
-            out[fields.factors_at : fields.factors_at + 4 * fields.scaled].copy_(factors.view(torch.uint8))
-        literal = row_list(rows.literals, words.device)
-    else:
-        out.numpy()[:FIELDS_BYTES] = np.frombuffer(fields.pack(), dtype=np.uint8)
-        literal = rows
+    front = np.zeros(at, dtype=np.uint8)
+    front[: fields.factors_at] = write_map(fields, rows)
+    out[:at].copy_(tensors.of_buffer(front))
+    if factors is not None and fields.scaled:
+        out[fields.factors_at : fields.factors_at + 4 * fields.scaled].copy_(factors.view(torch.uint8))
+    literal = row_list(rows.literals, words.device)
     size = numel * words.itemsize
     if spec is RAW and literals.mantissa:
         kept = tensors.empty(numel, dtype, words.device)

@@ -131,10 +131,6 @@ class CodecSpec(PayloadSpec):
     A parameter of a codec, such as a number of bits, is bound into ``encode`` by the codec's module.
     """
 
-    #: Every bit pattern arrives as it was sent. A lossy codec is only for a role that names it.
-    lossless: bool = True
-    #: The encoder keeps something from one call to the next, so that the order of calls counts.
-    stateful: bool = False
     #: Block size of the header for the block size that the caller wants; raises ValueError for an impossible one.
     block: Callable[[int], int]
     encode: Encode

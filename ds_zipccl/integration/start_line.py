@@ -18,16 +18,12 @@ from ds_zipccl.comm import topology
 from ds_zipccl.comm.group_state import group_nodes, group_state
 from ds_zipccl.config import DEFAULT, ROLES, ZipcclConfig
 from ds_zipccl.lossy import PowerSgd
-from ds_zipccl.ops import OPS
 from ds_zipccl.policy import admission
 from ds_zipccl.policy.cost_model import LinkProfile
 from ds_zipccl.policy.settled import Settled
 
-#: Kinds of moves with schedules in stream order: an operation that stands for the kind -> its name and its schedule.
-_MOVES = {
-    "all_gather_into_tensor": ("gathers", "in slots by the backend's own all-gather"),
-    "all_to_all_single": ("all-to-alls", "in slots by the backend's own"),
-}
+#: The schedules of moves in stream order.
+_MOVES = ("gathers in slots by the backend's own all-gather", "all-to-alls in slots by the backend's own")
 #: Keys whose values the line has in any case; of the others, those that are not the default.
 _ALWAYS_SAID = ("mode", "reduction")
 _SAID_ELSEWHERE = ("enabled", "route", "roles")
@@ -170,10 +166,8 @@ def schedules(config: ZipcclConfig, settled: Settled, nodes: Sequence[Sequence[i
     Args:
         nodes: the ranks of each node.
     """
-    always = config.always_codes
-    said = [f"{name} {how}" for op, (name, how) in _MOVES.items() if OPS[op].on_device]
-    if settled.reason is not None and not always:
-        said = []  # the text of ``settled`` has the reason
+    # where moves pass, the text of ``settled`` has the reason
+    said = list(_MOVES) if settled.reason is None or config.always_codes else []
     ours = f"in fp32, {'two levels' if topology.levels(nodes) else 'one level'}"
     pinned = ", pinned for this job" if config.reduction == "auto" else ""
     said.append(f"sums {ours if settled.sums == 'fp32' else 'by the backend itself'}{pinned}")

@@ -114,32 +114,17 @@ def route(name: str = "auto", device: str = "cpu") -> KernelBackend:
 
 
 def delta_route(name: str, device: str) -> DeltaBackend:
-    """Return the named backend, or for "auto" the first that can run and has the functions of differences; may build it.
-
-    Raises:
-        RouteUnavailable: none can run here, or none has the functions; the message has every reason.
-        ValueError: no backend of that name.
-    """
+    """As :func:`route`, among the backends that have the functions of differences."""
     return cast(DeltaBackend, _first(name, device, "encode_delta"))
 
 
 def row_route(name: str, device: str) -> RowBackend:
-    """Return the named backend, or for "auto" the first that can run and has the functions of row frames; may build it.
-
-    Raises:
-        RouteUnavailable: none can run here, or none has the functions; the message has every reason.
-        ValueError: no backend of that name.
-    """
+    """As :func:`route`, among the backends that have the functions of row frames."""
     return cast(RowBackend, _first(name, device, "find_rows"))
 
 
 def lossy_route(name: str, device: str, function: str) -> LossyBackend:
-    """Return the named backend, or for "auto" the first that can run and has ``function``, a name of :class:`LossyBackend`; may build it.
-
-    Raises:
-        RouteUnavailable: none can run here, or none has the function; the message has every reason.
-        ValueError: no backend of that name.
-    """
+    """As :func:`route`, among the backends that have ``function``, a name of :class:`LossyBackend`."""
     return cast(LossyBackend, _first(name, device, function))
 
 

@@ -12,6 +12,7 @@ from typing import Protocol
 
 import torch
 
+from ds_zipccl.frame import CHUNK_BLOCKS, pad16
 from ds_zipccl.lossy import Int, TacoFp8
 
 #: The codecs with scaled payloads (FORMAT.md 2.10).
@@ -25,6 +26,27 @@ def scale_dtype(codec: ScaledCodec) -> torch.dtype:
 def group_bytes(codec: ScaledCodec) -> int:
     """Bytes of the codes of a group."""
     return codec.group * codec.bits // 8
+
+
+def raw_bound(words: int, itemsize: int, table: int, block: int) -> int:
+    """Bytes of a payload of RAW blocks, with all paddings: no payload of so many words has more.
+
+    Args:
+        words: their number.
+        itemsize: bytes of a word.
+        table: bytes of a block's entry in the table of its chunk.
+        block: words of a block.
+    """
+    full, rest = divmod(words, block)
+    bodies = full * block * itemsize + pad16(rest * itemsize)
+    return index_and_tables(words, table, block) + bodies + 16 * -(-words // (block * CHUNK_BLOCKS))
+
+
+def index_and_tables(words: int, table: int, block: int) -> int:
+    """Bytes of the index and the tables of a payload; arguments as for :func:`raw_bound`."""
+    chunk = block * CHUNK_BLOCKS
+    full, rest = divmod(words, chunk)
+    return pad16(4 * -(-words // chunk)) + full * pad16(table * CHUNK_BLOCKS) + pad16(table * -(-rest // block))
 
 
 class KernelBackend(Protocol):

@@ -10,10 +10,6 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypedDict
 
-#: Kinds of messages of one role and operation whose choices are kept (seed): a program that makes groups again and again has ever new
-#: kinds.
-CHOICES = 32
-
 
 class Row(TypedDict):
     """Counts of one (role, op, kind), as :func:`rows` gives them. ``kind``: of an expert exchange, see :mod:`integration.hooks`, or
@@ -22,8 +18,8 @@ class Row(TypedDict):
     ``calls``, ``logical_bytes`` and ``wire_bytes`` count coded calls, ``passed`` and ``passed_bytes`` calls of the plain backend.
     ``reasons`` maps the reason of a pass to its number of calls. ``differences`` maps the reason why a shard went in full to the number of
     such shards; the empty reason counts the shards that went as differences. ``whole`` maps a reason to the number of gradient sums that
-    went to all ranks, not to their owners only. ``choices`` maps a kind of message to the latest choice of a schedule and the number of
-    choices; ``more_choices`` counts the earlier kinds, which are no longer kept. ``host_waits``: times that the host waited for a device.
+    went to all ranks, not to their owners only. ``choices`` maps what was measured, "whole steps", to the latest choice of a schedule and
+    the number of choices. ``host_waits``: times that the host waited for a device.
     """
 
     role: str
@@ -39,7 +35,6 @@ class Row(TypedDict):
     differences: dict[str, int]
     whole: dict[str, int]
     choices: dict[str, tuple[str, int]]
-    more_choices: int
     host_waits: int
 
 
@@ -133,7 +128,7 @@ def _of(role: str, op: str, kind: str = "") -> Row:
     if row is None:
         row = _rows[role, op, kind] = Row(
             role=role, op=op, kind=kind, calls=0, logical_bytes=0, wire_bytes=0, ratio=1.0, passed=0, passed_bytes=0,
-            reasons=Counter(), differences=Counter(), whole=Counter(), choices={}, more_choices=0, host_waits=0,
+            reasons=Counter(), differences=Counter(), whole=Counter(), choices={}, host_waits=0,
         )  # fmt: skip
     return row
 
@@ -196,15 +191,12 @@ def record_host_wait(role: str, op: str, *, kind: str = "") -> None:
         _of(role, op, kind)["host_waits"] += 1
 
 
-def record_choice(role: str, op: str, what: str, text: str, *, kind: str = "") -> None:
-    """Count the choice ``text`` of a schedule for messages like ``what``; the latest choice for such messages is kept."""
+def record_choice(role: str, op: str, what: str, text: str) -> None:
+    """Count the choice ``text`` of a schedule by ``what`` was measured; the latest choice is kept."""
     with _lock:
-        row = _of(role, op, kind)
-        _, count = row["choices"].pop(what, ("", 0))
-        row["choices"][what] = text, count + 1  # the latest is the last
-        if len(row["choices"]) > CHOICES:
-            row["more_choices"] += 1
-            del row["choices"][next(iter(row["choices"]))]
+        choices = _of(role, op)["choices"]
+        _, count = choices.get(what, ("", 0))
+        choices[what] = text, count + 1
 
 
 def record_saved(clock: str, seconds: float = 0.0, error: float = 0.0) -> None:

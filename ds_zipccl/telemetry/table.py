@@ -18,7 +18,6 @@ _TEXTS = {0, 1, len(_HEADER) - 1}  # columns aligned to the left
 _LEGEND = {
     r"(?m)^\S+ +agreement\b": "agreement: ranks agree on sizes or earlier values before gathers; plain communication sends no such message",
     r" shards went as differences": "shards: this rank's parts of gathered tensors, where others may hold those of an earlier gather",
-    r", group [^:]+: ": "group: the name that torch gives to a process group other than the default one, which has all ranks",
 }
 
 
@@ -130,12 +129,10 @@ def _whole(row: Row) -> Iterator[str]:
 
 
 def _choices(row: Row) -> Iterator[str]:
-    """Yield a line for every kind of message whose schedule was chosen by measurement."""
+    """Yield a line where the schedule was chosen by measurement."""
     for what, (latest, count) in sorted(row["choices"].items()):
         switches = f"; switched {count - 1} times" if count > 1 else ""
         yield f"{row['role']} {_call(row)}, {what}: {latest}{switches}"
-    if row["more_choices"]:
-        yield f"{row['role']} {_call(row)}: and {row['more_choices']} kinds of messages before these"
 
 
 def _host_waits(row: Row) -> Iterator[str]:

@@ -113,11 +113,8 @@ def _examples() -> list[tuple[dict[str, object], bytes]]:
 def _of_other_calls(
     tensor: torch.Tensor, arguments: dict[str, object], route: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The frame of an example of rows, known or bits, after it has been decoded, and the words that it decodes to."""
+    """The frame of an example of rows or bits, after it has been decoded, and the words that it decodes to."""
     buffer = torch.zeros(2000, dtype=torch.uint8)
-    if "known" in arguments:
-        frame = codecs.known_frame(tensor.dtype, tensor.numel(), ds_zipccl.region_hash(tensor, route=route), buffer)
-        return frame, codecs.decompress(frame, base=tensor, route=route)
     if "bits" in arguments:
         frame = codecs.bits_frame(tensor, buffer)
         return frame, codecs.decompress(frame, route=route)
@@ -153,7 +150,7 @@ def _give(arguments: dict[str, Any], frame: bytes, route: str) -> None:
     if "q" in arguments:
         return _of_factors(data, dtype, frame, route, **arguments)
     tensor = torch.tensor(data, dtype=dtype)
-    if {"width", "known", "bits"} & set(arguments):
+    if {"width", "bits"} & set(arguments):
         found, decoded = _of_other_calls(tensor, arguments, route)
         assert found.numpy().tobytes() == frame
         mantissa = arguments.get("rounded")

@@ -121,7 +121,7 @@ REFUSED = {
     "cascade without its tail": (_entry(2, 0, b"\xff" * 16), FrameErrorCode.BLOCK),
     "a row payload without a width": (Raw(codec=7, payload=bytes(64)), FrameErrorCode.ROWS),
     "a row payload without room for its literals": (Raw(codec=7, payload=b"\1" + bytes(62)), FrameErrorCode.SIZE),
-    "a known frame without a base": (Raw(codec=8, payload=bytes(16)), FrameErrorCode.CODEC),
+    "the codec that is gone": (Raw(codec=8, payload=bytes(16)), FrameErrorCode.CODEC),
     "bits of bytes": (Raw(codec=9, payload=b"a"), FrameErrorCode.CODEC),
     "two bytes of bits": (Raw(codec=9, dtype=10, payload=b"ab"), FrameErrorCode.SIZE),
     "blocks of bits": (Raw(codec=9, dtype=10, log2=7, payload=b"a"), FrameErrorCode.RESERVED),

@@ -167,20 +167,11 @@ def _tensor(tensor: torch.Tensor, arguments: dict[str, Any]) -> Case:
 
 
 FORMER = "former_version_1"
-KEPT, BOOLS = torch.arange(-40, 60, dtype=torch.int64), torch.arange(77) % 5 < 2
-KEPT_AND_BITS = {
-    "known_int64": Case(
-        lambda route: codecs.known_frame(
-            KEPT.dtype, 100, ds_zipccl.region_hash(KEPT, route=route), torch.zeros(48, dtype=torch.uint8)
-        ),
-        lambda golden, route: codecs.decompress(golden, base=KEPT, route=route),
-        lambda route: KEPT,
-        None,
-        variants.ALL,
-    ),
+BOOLS = torch.arange(77) % 5 < 2
+BITS = {
     "bits_bool": Case(
         lambda route: codecs.bits_frame(BOOLS, torch.zeros(99, dtype=torch.uint8)),
-        lambda golden, route: codecs.decompress(golden, base=KEPT, route=route),
+        lambda golden, route: codecs.decompress(golden, route=route),
         lambda route: BOOLS,
         None,
         variants.ALL,
@@ -319,7 +310,7 @@ def _row(case: row_cases.RowCase) -> Case:
 
 CASES: dict[str, Case] = {
     **{name: _tensor(*given) for name, given in TENSORS.items()},
-    **KEPT_AND_BITS,
+    **BITS,
     **{name: _rounded(name) for name in ROUNDED},
     **{name: _row(case) for name, case in row_cases.CASES.items()},
     **{name: _scaled(name) for name in SCALED},

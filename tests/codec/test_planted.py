@@ -487,7 +487,7 @@ SHORT_PLANTS = (
 )  # fmt: skip
 #: Codec with a library that compiles in seconds -> its functions, and the methods of a route that call them.
 ALONE = {
-    "lowrank": (("zipccl_multiply", "zipccl_multiply_add", "zipccl_orthonormalize"), ("multiply", "orthonormalize")),
+    "lowrank": (("zipccl_multiply", "zipccl_orthonormalize"), ("multiply", "orthonormalize")),
     "zfp": (tuple(name for name in SIGNATURES if name.startswith("zipccl_zfp")), ("encode_zfp", "decode_zfp", "project_zfp")),
 }  # fmt: skip
 

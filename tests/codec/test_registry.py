@@ -27,7 +27,7 @@ def test_entries_have_the_names_and_ids_of_the_format() -> None:
     for spec in SPECS:
         blocks = {1 << log2 if log2 else 0 for log2 in frame.BLOCK_LOG2[spec.frame_id]}
         assert {spec.block(block) for block in (blocks if blocks != {0} else {128, 1024})} == blocks
-        assert set(spec.dtypes) <= set(frame.DTYPE_IDS) and spec.lossless and not spec.stateful
+        assert set(spec.dtypes) <= set(frame.DTYPE_IDS)
 
 
 def test_codecs_of_one_frame_id_decode_alike() -> None:
@@ -68,9 +68,7 @@ def test_an_entry_is_all_that_a_codec_needs(monkeypatch: pytest.MonkeyPatch) -> 
         return registry.CODEC_SPECS["cascade"].encode(cut, bases, block, outs, route)
 
     cascade = registry.CODEC_SPECS["cascade"]
-    lossy = dataclasses.replace(
-        cascade, name="cut4", lossless=False, dtypes=(torch.bfloat16,), encode=halve_precision, former_names=()
-    )
+    lossy = dataclasses.replace(cascade, name="cut4", dtypes=(torch.bfloat16,), encode=halve_precision, former_names=())
     monkeypatch.setitem(registry.CODEC_SPECS, "cut4", lossy)
     tensor = torch.randn(3000, generator=torch.Generator().manual_seed(1)).bfloat16()
     bound = codecs.compress_bound(3000, torch.bfloat16, "cut4")

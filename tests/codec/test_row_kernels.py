@@ -16,7 +16,6 @@ from test_cuda_rows import found
 from ds_zipccl import codecs, kernels
 from ds_zipccl.codecs import rows as row_map
 from ds_zipccl.frame import FrameError
-from ds_zipccl.kernels.cpp import backend
 
 route = variants.each(variants.COMPILED)
 FLOATS = corpus.SUMMED
@@ -255,16 +254,3 @@ def test_a_frame_of_scaled_rows_alone(route: str) -> None:
     back[half:] = 0
     codecs.decompress(frame, back[half:], earlier=back[:half], route=route)
     assert torch.equal(back.view(torch.int16), words.view(torch.int16))
-
-
-@native
-def test_a_frame_without_repeats_asks_for_no_map(monkeypatch: pytest.MonkeyPatch) -> None:
-    def never(*_: object) -> None:
-        raise AssertionError("a map was asked for")
-
-    monkeypatch.setattr(backend.CppBackend, "pack_repeats", never)
-    words, out = torch.arange(1 << 12, dtype=torch.float32), torch.empty(1 << 15, dtype=torch.uint8)
-    assert codecs.RowSegment(words, 64, route="native").frame(0, 1 << 12, out, "raw") is None
-    words[64:128] = words[:64]  # the control
-    with pytest.raises(AssertionError, match="asked for"):
-        codecs.RowSegment(words, 64, route="native").frame(0, 1 << 12, out, "raw")

@@ -27,7 +27,6 @@ from ds_zipccl.comm.transport.protocol import TAGS_PER_COLLECTIVE, TAGS_PER_RANG
 from ds_zipccl.config import ZipcclConfig
 from ds_zipccl.policy.admission import PassReason
 from ds_zipccl.telemetry import counters
-from ds_zipccl.telemetry.table import render
 
 NUMEL = 40_000
 
@@ -180,17 +179,6 @@ def test_a_lost_lease_is_not_counted_and_its_memory_not_used_again() -> None:
     gc.collect()
     assert pool._used_bytes == before
     assert address not in [block.data_ptr() for block in pool._free]
-
-
-def test_choices_of_groups_that_come_and_go_are_bounded() -> None:
-    counters.reset()
-    for number in range(counters.CHOICES + 5):
-        counters.record_choice("dp", "all_reduce", f"group {number}", "plain from call 26 on")
-    counters.record_choice("dp", "all_reduce", "group 7", "cascade from call 90 on")
-    (row,) = counters.rows()
-    assert len(row["choices"]) == counters.CHOICES and row["more_choices"] == 5 and "group 4" not in row["choices"]
-    assert row["choices"]["group 7"] == ("cascade from call 90 on", 2)
-    assert "dp all_reduce: and 5 kinds of messages before these" in render()
 
 
 # ---- handles ---------------------------------------------------------------------------------------------------------------

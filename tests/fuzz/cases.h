@@ -56,10 +56,10 @@ int repeat(const std::string& kernel, uint64_t times, const char* path, const ch
       if (kernel == "hash") zipccl_hash(in.words.data, in.words.size(), no_key, sums, 1);
       if (kernel == "encode" && c.code < 2) zipccl_encode(&segment, 1, c.dtype, c.code, c.block, 1);
       if (kernel == "encode" && c.code == 2) zipccl_delta_encode(in.words.data, in.base.data, c.numel, out.data, c.dtype, c.block, 1);
-      if (kernel == "decode" && c.code < 2) zipccl_decode(in.payload.data, in.payload.size(), words.data, c.numel, c.dtype, c.block, 1);
+      if (kernel == "decode" && c.code < 2) zipccl_decode(in.payload.data, in.payload.size(), words.data, c.numel, c.dtype, 0, c.block, ZIPCCL_WORDS, 1);
       if (kernel == "decode" && c.code == 2)
         zipccl_delta_decode(in.payload.data, in.payload.size(), in.base.data, words.data, c.numel, c.dtype, c.block, 1);
-      if (kernel == "add") zipccl_decode_add(in.payload.data, in.payload.size(), words.data, c.numel, c.dtype, c.block, 1, 1);
+      if (kernel == "add") zipccl_decode(in.payload.data, in.payload.size(), words.data, c.numel, c.dtype, 0, c.block, ZIPCCL_FP32_SUMS, 1);
     }
   }) == 0;
 }

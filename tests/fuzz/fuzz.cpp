@@ -167,10 +167,9 @@ int32_t decode_everywhere(const Case& c, const std::vector<const char*>& levels,
     const bool in_place = c.code == 2 && payload.size() % 2;
     if (in_place && out.size()) memcpy(out.data, own.data, out.size());
     const bool rounded = c.code == 3 && c.dtype < 3;  // float32 has exponent payloads
-    const int32_t now = rounded       ? zipccl_decode_rounded(in.data, in.size(), out.data, c.numel, c.dtype, c.block, 1)
-                        : c.code != 2 ? zipccl_decode(in.data, in.size(), out.data, c.numel, c.dtype, c.block, 1)
-                                      : zipccl_delta_decode(in.data, in.size(), in_place ? out.data : own.data, out.data, c.numel, c.dtype,
-                                                            c.block, 1);
+    const int32_t now = c.code != 2 ? zipccl_decode(in.data, in.size(), out.data, c.numel, c.dtype, rounded, c.block, ZIPCCL_WORDS, 1)
+                                    : zipccl_delta_decode(in.data, in.size(), in_place ? out.data : own.data, out.data, c.numel, c.dtype,
+                                                          c.block, 1);
     if (now != 0 && now != 11 && now != 12) fail("unknown status", c, level);
     if (level != levels[0] && now != status) fail("levels differ in status", c, level);
     status = now;
@@ -178,7 +177,7 @@ int32_t decode_everywhere(const Case& c, const std::vector<const char*>& levels,
       const int32_t fp32_sums = int32_t(below(2));
       Exact sums(c.numel * (fp32_sums ? 4 : c.item()), shift);
       if (sums.size()) memset(sums.data, 0x3c, sums.size());
-      const int32_t added = (rounded ? zipccl_decode_rounded_add : zipccl_decode_add)(in.data, in.size(), sums.data, c.numel, c.dtype, c.block, fp32_sums, 1);
+      const int32_t added = zipccl_decode(in.data, in.size(), sums.data, c.numel, c.dtype, rounded, c.block, ZIPCCL_SUMS + fp32_sums, 1);
       if (added != now) fail("decode_add differs", c, level);
     }
     if (status) continue;
@@ -221,8 +220,7 @@ void rows_everywhere(const Case& c, const std::vector<const char*>& levels, cons
     zipccl_force_level(level);
     Exact out(bound(rows.inner), below(16));
     const ZipcclLiterals literals = rows.in(c, words.data);
-    const uint64_t size = c.code == 3 ? zipccl_encode_rounded_rows(&literals, c.dtype, c.kept, c.block, out.data, 1)
-                                      : zipccl_encode_rows(&literals, c.dtype, c.code, c.block, out.data, 1);
+    const uint64_t size = zipccl_encode_rows(&literals, c.dtype, c.code == 3 ? 0 : c.code, c.code == 3 ? c.kept : 0, c.block, out.data, 1);
     if (size != payload.size() || (size && memcmp(out.data, payload.data(), size))) fail("rows are another payload than a copy", c, level);
   }
   for (int i = 0; i < 8; ++i) {
@@ -238,8 +236,7 @@ void rows_everywhere(const Case& c, const std::vector<const char*>& levels, cons
       Exact out(words.size(), shift);
       if (out.size()) memset(out.data, 0x5a, out.size());
       const ZipcclLiterals literals = rows.in(c, out.data);
-      const int32_t now = (c.code == 3 && c.dtype < 3 ? zipccl_decode_rounded_rows : zipccl_decode_rows)(
-          in.data, in.size(), &literals, c.dtype, receiver.block, 1);
+      const int32_t now = zipccl_decode_rows(in.data, in.size(), &literals, c.dtype, c.code == 3 && c.dtype < 3, receiver.block, 1);
       if ((now && !i) || (now != 0 && now != 11 && now != 12)) fail("rows refused, or for no known reason", c, level);
       if (level != levels[0] && now != status) fail("levels differ in the status of rows", c, level);
       status = now;

@@ -34,8 +34,8 @@ int main(int argc, char** argv) {
     for (uint64_t k = 0; k < rank; ++k)
       for (uint64_t j = 0; j < m; ++j) columns[k * stride + j] = number(false);
     std::vector<uint8_t> words(n * m * item), sums(n * m * (fp32_sums ? 4 : item), 0);
-    zipccl_multiply(p.data(), columns.data(), stride, uint32_t(rank), n, m, dtype, words.data(), 1);
-    zipccl_multiply_add(p.data(), columns.data(), stride, uint32_t(rank), n, m, dtype, sums.data(), fp32_sums, 1);
+    zipccl_multiply(p.data(), columns.data(), stride, uint32_t(rank), n, m, dtype, words.data(), ZIPCCL_WORDS, 1);
+    zipccl_multiply(p.data(), columns.data(), stride, uint32_t(rank), n, m, dtype, sums.data(), ZIPCCL_SUMS + fp32_sums, 1);
     for (uint64_t place = 0; place < n * m && dtype == 3; ++place) {
       float found, wanted = p[place / m * rank] * columns[place % m], sum;
       for (uint64_t k = 1; k < rank; ++k) wanted += p[place / m * rank + k] * columns[k * stride + place % m];

@@ -4,6 +4,7 @@
 #include <vector>
 
 #include "cpu/interface.h"
+#include "cpu/rows/row_map.h"
 #include "drawn.h"
 
 namespace {
@@ -47,8 +48,8 @@ int main(int argc, char** argv) {
     std::vector<int32_t> literals(count);
     std::vector<uint8_t> map(below(8) ? 2048 : below(100), 0xA5);
     const std::unique_ptr<uint8_t[]> exact(new uint8_t[map.size()]);
-    ZipcclRepeats rows = {words.get(), width, 2, first, count, sources.data(), literals.data(), exact.get(), map.size(), 0, 0, 0};
-    zipccl_pack_repeats(&rows);
+    zipccl::Repeats rows = {words.get(), width, 2, first, count, sources.data(), literals.data(), exact.get(), map.size(), 0, 0, 0};
+    zipccl::pack_repeats(&rows);
     const uint64_t bytes = (count + rows.repeats * rows.bits + 7) / 8;
     if (rows.repeats != wanted.size() || rows.plain > rows.repeats || rows.bits > 9) fail("other numbers than the rows have");
     if (!rows.repeats || (bytes + 15) / 16 * 16 + 16 > map.size()) continue;

@@ -18,9 +18,9 @@ int32_t scaled_decode(const Case& c, const ZipcclScaling& s, const std::vector<c
     zipccl_force_level(level);
     Exact out(c.numel * c.item(), below(16)), sums(c.numel * (fp32_sums ? 4 : c.item()), below(16));
     if (sums.size()) memset(sums.data, 0x3c, sums.size());
-    const int32_t now = zipccl_scaled_decode(of.data, in.data, c.numel, c.dtype, &s, out.data, 1);
+    const int32_t now = zipccl_scaled_decode(of.data, in.data, c.numel, c.dtype, &s, out.data, ZIPCCL_WORDS, 1);
     if (now != 0 && now != 12) fail("unknown status of scaled codes", c, level);
-    if (zipccl_scaled_add(of.data, in.data, c.numel, c.dtype, &s, sums.data, fp32_sums, 1) != now) fail("scaled sums differ in status", c, level);
+    if (zipccl_scaled_decode(of.data, in.data, c.numel, c.dtype, &s, sums.data, ZIPCCL_SUMS + fp32_sums, 1) != now) fail("scaled sums differ in status", c, level);
     if (level != levels[0] && now != status) fail("levels differ in the status of scaled codes", c, level);
     status = now;
     if (now) continue;

@@ -34,13 +34,13 @@ int main(int argc, char** argv) {
     ++(good ? coded : refused);
     zipccl_zfp_project(words.data, numel, dtype, rate, projected.data, 1);
     if (good) {
-      zipccl_zfp_decode(codes.data, numel, dtype, rate, found.data, 1);
+      zipccl_zfp_decode(codes.data, numel, dtype, rate, found.data, ZIPCCL_WORDS, 1);
       if (!same(found, projected)) fail("a decoder's words are not the projected ones");
       zipccl_zfp_project(words.data, numel, dtype, rate, words.data, 1);
       if (!same(words, projected)) fail("a projection in place");
     }
     for (uint64_t i = 0; i < codes.size(); ++i) codes.data[i] = uint8_t(below(3) ? draw() : 0);
-    zipccl_zfp_decode(codes.data, numel, dtype, rate, found.data, 1);
+    zipccl_zfp_decode(codes.data, numel, dtype, rate, found.data, ZIPCCL_WORDS, 1);
     for (uint64_t i = 0; i < numel; ++i) {
       uint32_t word = 0;
       memcpy(&word, found.data + i * item, item);
@@ -49,7 +49,7 @@ int main(int argc, char** argv) {
     const int32_t fp32_sums = int32_t(below(2));
     Exact sums(numel * (fp32_sums ? 4 : item));
     if (sums.size()) memset(sums.data, 0, sums.size());
-    zipccl_zfp_decode_add(codes.data, numel, dtype, rate, sums.data, fp32_sums, 1);
+    zipccl_zfp_decode(codes.data, numel, dtype, rate, sums.data, ZIPCCL_SUMS + fp32_sums, 1);
   }
   printf("coded %llu refused %llu\n", (unsigned long long)coded, (unsigned long long)refused);
 }

@@ -26,7 +26,7 @@ def test_rows() -> None:
     counters.record_pass("zero_grad", "all_reduce", 10, "smaller than min_bytes")
     counters.record_pass("dp", "broadcast", 8, "dtype int64")
     counters.record_pass("dp", "broadcast", 8, "dtype int64")
-    rest = {"kind": "", "differences": {}, "whole": {}, "choices": {}, "more_choices": 0, "host_waits": 0}
+    rest = {"kind": "", "differences": {}, "whole": {}, "choices": {}, "host_waits": 0}
     found = counters.rows()
     counters.record_pass("dp", "broadcast", 8, "dtype int64")  # rows are a snapshot
     counters.record_choice("dp", "broadcast", "any size", "plain")
@@ -109,22 +109,16 @@ def test_the_last_line_has_the_time_saved(capsys: pytest.CaptureFixture[str]) ->
 LEGEND = {
     "agreement": "agreement: ranks agree on sizes or earlier values before gathers; plain communication sends no such message",
     "shards": "shards: this rank's parts of gathered tensors, where others may hold those of an earlier gather",
-    "group": "group: the name that torch gives to a process group other than the default one, which has all ranks",
 }
 GATHER = "all_gather_into_tensor"
-
-
-def chose(call: str) -> None:
-    counters.record_choice("dp", GATHER, call, "plain from call 4 on")
 
 
 @pytest.mark.parametrize(
     ("words", "count"),
     [
-        ([], lambda: chose("bfloat16, taco_fp8 group 128, 2 ranks")),
+        ([], lambda: counters.record_choice("dp", GATHER, "whole steps", "plain from step 4 on")),
         (["agreement"], lambda: counters.record("zero_param", "agreement", 0, 4_000_000)),
         (["shards"], lambda: counters.record_difference("zero_param", GATHER, "")),
-        (["group"], lambda: chose("bfloat16, 2 ranks, group 1")),
     ],
 )
 def test_the_legend_has_the_words_of_the_table(words: list[str], count: Callable[[], None]) -> None:
@@ -194,7 +188,7 @@ def test_exchanges_of_experts_are_counted_by_kind(tmp_path: Path) -> None:
     counters.record_pass("ep", op, 200, "plain is faster", kind="dispatch")
     counters.record_pass("ep", op, 8, "smaller than min_bytes")
     counters.record("ep", op, 300, 200, kind="combine.bwd")
-    counters.record_choice("ep", op, "bfloat16, any size", "cascade frames", kind="dispatch")
+    counters.record_choice("ep", op, "whole steps", "coded from step 42 on")
     counters.record_host_wait("ep", op, kind="combine.bwd")
     rows = {row["kind"]: row for row in counters.rows()}
     assert [(kind, row["calls"], row["passed"]) for kind, row in rows.items()] == [
@@ -202,7 +196,7 @@ def test_exchanges_of_experts_are_counted_by_kind(tmp_path: Path) -> None:
     ]  # fmt: skip
     lines = table.render().splitlines()
     assert [line.split()[:3] for line in lines[1:4]] == [["ep", op, word] for word in ("0", "combine.bwd", "dispatch")]
-    assert f"ep {op} dispatch, bfloat16, any size: cascade frames" in lines
+    assert f"ep {op}, whole steps: coded from step 42 on" in lines
     assert f"ep {op} combine.bwd: the host waited 1 times for the device in 1 coded calls" in lines
     log.write(1, [0.1])
     counters.record("ep", op, 90, 30, kind="dispatch")

@@ -195,31 +195,5 @@ int32_t each_chunk(const uint8_t* payload, uint64_t bytes, uint64_t numel, uint3
   return failure.load() == ~0ull ? int32_t(OK) : int32_t(failure.load() & 255);
 }
 
-// Decodes a payload to numel words of `dtype`. Returns 0 or a FrameErrorCode; the words are then undefined.
-int32_t decode_payload(ZipcclLevel::Decode* const* of_types, const void* payload, uint64_t bytes, void* words, uint64_t numel,
-                       int32_t dtype, uint32_t block, int32_t threads) {
-  const ZipcclType type = type_of(dtype);
-  ZipcclLevel::Decode* const decode_chunk = of_types[type];
-  const uint64_t itemsize = kItemsize[type], total = numel * itemsize;
-  return each_chunk<0>(static_cast<const uint8_t*>(payload), bytes, numel, block, threads, total,
-                       [&](const uint8_t* chunk, uint64_t chunk_bytes, uint64_t first, uint32_t n, bool) {
-                         uint8_t *const to = static_cast<uint8_t*>(words) + first * itemsize, *blocks[kChunkBlocks];
-                         for (uint32_t b = 0; b < kChunkBlocks; ++b) blocks[b] = to + uint64_t(b) * block * itemsize;
-                         return decode_chunk(chunk, chunk_bytes, n, block, total >= kStreamBytes ? ~0u : 0, blocks);
-                       });
-}
-
-// Decodes a payload of words of `dtype` and adds them to numel sums: of their type, or floats if `fp32_sums`.
-int32_t add_payload(ZipcclLevel::Add* const (*of_types)[2], const void* payload, uint64_t bytes, void* sums, uint64_t numel, int32_t dtype,
-                    uint32_t block, int32_t fp32_sums, int32_t threads) {
-  const ZipcclType type = type_of(dtype);
-  ZipcclLevel::Add* const add_chunk = of_types[type][fp32_sums != 0];
-  const uint64_t sum_size = fp32_sums ? 4 : kItemsize[type];
-  return each_chunk<0>(static_cast<const uint8_t*>(payload), bytes, numel, block, threads, numel * kItemsize[type],
-                       [&](const uint8_t* chunk, uint64_t chunk_bytes, uint64_t first, uint32_t n, bool) {
-                         return add_chunk(chunk, chunk_bytes, n, block, static_cast<uint8_t*>(sums) + first * sum_size);
-                       });
-}
-
 }  // namespace
 }  // namespace zipccl

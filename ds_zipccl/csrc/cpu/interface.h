@@ -32,18 +32,6 @@ struct ZipcclLiterals {
   uint64_t count;
 };
 
-// The whole rows of a frame, first to first + count - 1 of the segment at `words`, and `sources` as zipccl_find_rows wrote them, from row 0
-// on. `literals` has room for `count` numbers, from row `first` on, `map` for `room` bytes. The results: rows that repeat, those of them
-// that have one word only, as far as a few words tell, and bits of a distance.
-struct ZipcclRepeats {
-  const uint8_t* words;
-  uint64_t width, itemsize, first, count;
-  const int32_t* sources;
-  int32_t* literals;
-  uint8_t* map;
-  uint64_t room, repeats, plain, bits;
-};
-
 // The map of a frame with `count` whole rows, of which `repeats` repeat, by distances of `bits` (at most 32) bits; 16 bytes more are
 // readable. The receiver holds `reach` rows in front. The results: the literals, from row 0 of the frame on, the repeated rows and their
 // sources, from the first row of the receiver on.
@@ -55,8 +43,8 @@ struct ZipcclMap {
 
 // A segment whose frames are made one after the other, in order. Of `search`, `first` rows have been seen, of which `repeats` repeat
 // earlier ones; `sources` is that of row 0. `literals` has room for as many numbers as a frame has rows. `nested`: the first half of the
-// header of a frame of literals, of `dtype`, with `code` and `block`, rounded to `mantissa` bits unless that is zero. Literals of fewer
-// bytes than `raw_below` are not for zipccl_row_frame. A row frame saves `worth` of the bytes of its repeated rows, or there is none.
+// header of a frame of coded literals, of `dtype`, with `code` and `block`; literals of fewer bytes than `raw_below` are raw. Both are
+// rounded to `mantissa` bits unless that is zero. A row frame saves `worth` of the bytes of its repeated rows, or there is none.
 struct ZipcclRowSegment {
   ZipcclSearch search;
   uint64_t repeats, width, itemsize, raw_below;
@@ -66,6 +54,10 @@ struct ZipcclRowSegment {
   int32_t dtype, code;
   uint32_t block, mantissa;
 };
+
+// `into`, what a decoder does with numel words of `dtype`: writes them, or adds them to sums, of `dtype` (1 to 3) itself, each rounded to
+// it, or floats. Words are added as zipccl_add adds them: with the denormals of this thread.
+enum ZipcclInto { ZIPCCL_WORDS, ZIPCCL_SUMS, ZIPCCL_FP32_SUMS };
 
 extern "C" {
 // --- cpu/dispatch.cpp
@@ -81,11 +73,10 @@ void zipccl_hash(const void* data, uint64_t bytes, const uint64_t* key, uint64_t
 // --- cpu/payload.cpp
 // Encodes `count` segments of `dtype` with `code` (0 cascade, 1 wide).
 void zipccl_encode(ZipcclSegment* segments, uint32_t count, int32_t dtype, int32_t code, uint32_t block, int32_t threads);
-// Decodes a payload of `bytes` bytes to numel words of `dtype`. Returns 0 or a FrameErrorCode; the words are then undefined.
-int32_t zipccl_decode(const void* payload, uint64_t bytes, void* words, uint64_t numel, int32_t dtype, uint32_t block, int32_t threads);
-// Decodes a payload and adds it to numel sums: of `dtype` (1 to 3) itself, each rounded to it, or floats if `fp32_sums`.
-int32_t zipccl_decode_add(const void* payload, uint64_t bytes, void* sums, uint64_t numel, int32_t dtype, uint32_t block, int32_t fp32_sums,
-                          int32_t threads);
+// Decodes a payload of `bytes` bytes, a rounded one (of `dtype` 1 or 2) if `rounded`. Returns 0 or a FrameErrorCode; the words or sums at
+// `out` are then undefined.
+int32_t zipccl_decode(const void* payload, uint64_t bytes, void* out, uint64_t numel, int32_t dtype, int32_t rounded, uint32_t block,
+                      int32_t into, int32_t threads);
 // Adds numel words of `dtype` (1 to 3) to sums: of `dtype` itself, each rounded to it, or floats if `fp32_sums`.
 void zipccl_add(const void* words, uint64_t numel, void* sums, int32_t dtype, int32_t fp32_sums, int32_t threads);
 // The squares of values - words, and those of words, summed over the numel words of `dtype` (1 to 3) that are finite: two sums. They depend
@@ -106,20 +97,14 @@ int32_t zipccl_delta_decode(const void* payload, uint64_t bytes, const void* bas
 // Writes to `sources` the number of the first row that each row equals, its own where there is none before it. Returns how many rows equal
 // an earlier one.
 uint64_t zipccl_find_rows(const ZipcclSearch* search, int32_t threads);
-// Encodes the literals, of `dtype`, with `code` to `out`, which must hold payload_bound() (codecs/exponent.py) bytes. Returns the payload's
-// bytes.
-uint64_t zipccl_encode_rows(const ZipcclLiterals* literals, int32_t dtype, int32_t code, uint32_t block, void* out, int32_t threads);
-// As zipccl_encode_rows, of literals of `dtype` (1 to 3) rounded to `mantissa` bits; `out` must hold payload_bound() of ROUNDED. The
-// payload is rounded, of dtype 3 an exponent payload.
-uint64_t zipccl_encode_rounded_rows(const ZipcclLiterals* literals, int32_t dtype, uint32_t mantissa, uint32_t block, void* out,
-                                    int32_t threads);
-// Decodes a payload of `bytes` bytes to the places of the literals, of `dtype`. Returns 0 or a FrameErrorCode; the literals are then
-// undefined, all other words as before.
-int32_t zipccl_decode_rows(const void* payload, uint64_t bytes, const ZipcclLiterals* literals, int32_t dtype, uint32_t block,
-                           int32_t threads);
-// As zipccl_decode_rows, of a rounded payload, of `dtype` 1 or 2.
-int32_t zipccl_decode_rounded_rows(const void* payload, uint64_t bytes, const ZipcclLiterals* literals, int32_t dtype, uint32_t block,
-                                   int32_t threads);
+// Encodes the literals, of `dtype`, with `code` to `out`, which must hold payload_bound() (codecs/exponent.py) bytes; with `mantissa` above
+// 0, of `dtype` 1 to 3, as zipccl_encode_rounded. Returns the payload's bytes.
+uint64_t zipccl_encode_rows(const ZipcclLiterals* literals, int32_t dtype, int32_t code, uint32_t mantissa, uint32_t block, void* out,
+                            int32_t threads);
+// Decodes a payload of `bytes` bytes, a rounded one if `rounded`, to the places of the literals, of `dtype`. Returns 0 or a FrameErrorCode;
+// the literals are then undefined, all other words as before.
+int32_t zipccl_decode_rows(const void* payload, uint64_t bytes, const ZipcclLiterals* literals, int32_t dtype, int32_t rounded,
+                           uint32_t block, int32_t threads);
 // Copies `count` rows of `row_bytes`: row sources[i] at `data` to row rows[i]. No row is both.
 void zipccl_copy_rows(uint8_t* data, uint64_t row_bytes, const int32_t* rows, const int32_t* sources, uint64_t count, int32_t threads);
 // Writes the factor from row sources[i] to row rows[i], of `width` words of `dtype` (1 to 3), to factors[i]; 0 where there is none.
@@ -130,15 +115,12 @@ void zipccl_predict_rows(const uint8_t* words, int32_t dtype, uint64_t width, co
                          uint64_t count, uint8_t* out, int32_t threads);
 
 // --- cpu/rows/row_map.cpp
-// Writes the literals and the map of a frame without scaled rows (FORMAT.md 2.6), with its padding; no map where it has no room.
-void zipccl_pack_repeats(ZipcclRepeats* r);
 // Reads the map of a frame without scaled rows. Returns 0, or 1 where the map contradicts itself, its numbers or the rows in front.
 int32_t zipccl_unpack_repeats(const ZipcclMap* m);
 
 // --- cpu/rows/row_frame.cpp
 // Writes the payload of the frame of the `numel` words from `begin` on to `out`, which has `room` bytes, those of an ordinary payload at
-// least. Looks for repeats in rows that have not been seen. Returns the payload's bytes; 0 where a row frame is not worth while, and 1 where
-// its literals are to be raw.
+// least. Looks for repeats in rows that have not been seen. Returns the payload's bytes; 0 where a row frame is not worth while.
 uint64_t zipccl_row_frame(ZipcclRowSegment* segment, uint64_t begin, uint64_t numel, uint8_t* out, uint64_t room, int32_t threads);
 
 // --- cpu/lossy/rounded.cpp
@@ -148,13 +130,6 @@ void zipccl_round_words(const void* words, uint64_t numel, int32_t dtype, uint32
 // bytes of the exponent payload of each, which counts RAW blocks of the rounded payload as RAW.
 void zipccl_encode_rounded(ZipcclSegment* segments, uint32_t count, int32_t dtype, uint32_t mantissa, uint32_t block, uint64_t* untrimmed,
                            int32_t threads);
-// Decodes a rounded payload of `bytes` bytes to numel words of `dtype` (1 or 2). Returns 0 or a FrameErrorCode; the words are then
-// undefined.
-int32_t zipccl_decode_rounded(const void* payload, uint64_t bytes, void* words, uint64_t numel, int32_t dtype, uint32_t block,
-                              int32_t threads);
-// Decodes a rounded payload and adds it to numel sums: of `dtype` (1 or 2) itself, each rounded to it, or floats if `fp32_sums`.
-int32_t zipccl_decode_rounded_add(const void* payload, uint64_t bytes, void* sums, uint64_t numel, int32_t dtype, uint32_t block,
-                                  int32_t fp32_sums, int32_t threads);
 
 // --- cpu/lossy/scaled.cpp
 // Writes the scales of numel words of `dtype` (1 to 3), one for each group, and the codes of those groups whose scale is not zero; `codes`
@@ -166,18 +141,12 @@ uint64_t zipccl_scaled_encode(const uint8_t* words, uint64_t numel, int32_t dtyp
 // codes, so that those of later groups would have other places: all outputs are then undefined.
 uint64_t zipccl_scaled_encode_staged(const uint8_t* words, uint64_t numel, int32_t dtype, const ZipcclScaling* scaling, uint32_t block,
                                      uint8_t* scales, uint8_t* codes, uint8_t* payload, int32_t threads);
-// Decodes to numel words of `dtype`. Returns 0 or a FrameErrorCode.
+// Decodes to words or sums at `out`. Returns 0 or a FrameErrorCode.
 int32_t zipccl_scaled_decode(const uint8_t* scales, const uint8_t* codes, uint64_t numel, int32_t dtype, const ZipcclScaling* scaling,
-                             uint8_t* words, int32_t threads);
-// Decodes and adds to numel sums: of `dtype` itself, each rounded to it, or floats if `fp32_sums`.
-int32_t zipccl_scaled_add(const uint8_t* scales, const uint8_t* codes, uint64_t numel, int32_t dtype, const ZipcclScaling* scaling,
-                          uint8_t* sums, int32_t fp32_sums, int32_t threads);
+                             uint8_t* out, int32_t into, int32_t threads);
 // As zipccl_scaled_decode, of codes with stage 2: a payload of `bytes` bytes in blocks of `block` codes, E4M3.
 int32_t zipccl_scaled_decode_staged(const uint8_t* scales, const uint8_t* payload, uint64_t bytes, uint32_t block, uint64_t numel,
-                                    int32_t dtype, const ZipcclScaling* scaling, uint8_t* words, int32_t threads);
-// As zipccl_scaled_add, of codes with stage 2.
-int32_t zipccl_scaled_add_staged(const uint8_t* scales, const uint8_t* payload, uint64_t bytes, uint32_t block, uint64_t numel,
-                                 int32_t dtype, const ZipcclScaling* scaling, uint8_t* sums, int32_t fp32_sums, int32_t threads);
+                                    int32_t dtype, const ZipcclScaling* scaling, uint8_t* out, int32_t into, int32_t threads);
 // Writes the decoded values of numel words of `dtype` to `out`, which may be `words`; groups that stay as they are, as they are.
 void zipccl_scaled_project(const uint8_t* words, uint64_t numel, int32_t dtype, const ZipcclScaling* scaling, uint8_t* out,
                            int32_t threads);
@@ -186,24 +155,17 @@ void zipccl_scaled_project(const uint8_t* words, uint64_t numel, int32_t dtype, 
 // Encodes numel words of `dtype` (1 to 3) with `rate` bits each (3 to 32) to `out`: 8 bytes for every 64 bits begun. Returns 1 if all words
 // are finite; otherwise 0, and `out` is undefined.
 int32_t zipccl_zfp_encode(const uint8_t* words, uint64_t numel, int32_t dtype, uint32_t rate, uint8_t* out, int32_t threads);
-// Decodes codes, of which there are as many bytes as zipccl_zfp_encode writes.
-void zipccl_zfp_decode(const uint8_t* codes, uint64_t numel, int32_t dtype, uint32_t rate, uint8_t* words, int32_t threads);
-// The same, added to sums: of `dtype` itself, each rounded to it, or floats if `fp32_sums`.
-void zipccl_zfp_decode_add(const uint8_t* codes, uint64_t numel, int32_t dtype, uint32_t rate, uint8_t* sums, int32_t fp32_sums,
-                           int32_t threads);
+// Decodes codes, of which there are as many bytes as zipccl_zfp_encode writes, to words or sums at `out`.
+void zipccl_zfp_decode(const uint8_t* codes, uint64_t numel, int32_t dtype, uint32_t rate, uint8_t* out, int32_t into, int32_t threads);
 // The words that zipccl_zfp_decode gives for codes of `words`; of four words among which is a NaN or an infinity, these words. `out` may be
 // `words`.
 void zipccl_zfp_project(const uint8_t* words, uint64_t numel, int32_t dtype, uint32_t rate, uint8_t* out, int32_t threads);
 
 // --- cpu/lossy/lowrank.cpp
-// Writes the product of n rows of `rank` floats at `p` with m columns, as words of `dtype` (1 to 3). `columns`: `rank` rows of `stride`
-// floats, m up to a multiple of kZipcclTile.
+// The product of n rows of `rank` floats at `p` with m columns, as words of `dtype` (1 to 3), to words or sums at `out`. `columns`: `rank`
+// rows of `stride` floats, m up to a multiple of kZipcclTile.
 void zipccl_multiply(const float* p, const float* columns, uint64_t stride, uint32_t rank, uint64_t n, uint64_t m, int32_t dtype,
-                     uint8_t* words, int32_t threads);
-// The same, added to sums: of `dtype` itself, each rounded to it, or floats if `fp32_sums`. Words are added as zipccl_add adds them: with the
-// denormals of this thread.
-void zipccl_multiply_add(const float* p, const float* columns, uint64_t stride, uint32_t rank, uint64_t n, uint64_t m, int32_t dtype,
-                         uint8_t* sums, int32_t fp32_sums, int32_t threads);
+                     uint8_t* out, int32_t into, int32_t threads);
 // Makes the `rank` columns of n rows at `columns` orthonormal, in place; `room`: rank (n + 1) doubles.
 void zipccl_orthonormalize(float* columns, uint64_t n, uint32_t rank, double* room);
 }

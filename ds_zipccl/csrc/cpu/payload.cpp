@@ -9,13 +9,20 @@ void zipccl_encode(ZipcclSegment* segments, uint32_t count, int32_t dtype, int32
   encode_words(segments, count, type, block, threads, zipccl_chosen().encode[type][code]);
 }
 
-int32_t zipccl_decode(const void* payload, uint64_t bytes, void* words, uint64_t numel, int32_t dtype, uint32_t block, int32_t threads) {
-  return decode_payload(zipccl_chosen().decode, payload, bytes, words, numel, dtype, block, threads);
-}
-
-int32_t zipccl_decode_add(const void* payload, uint64_t bytes, void* sums, uint64_t numel, int32_t dtype, uint32_t block, int32_t fp32_sums,
-                          int32_t threads) {
-  return add_payload(zipccl_chosen().add, payload, bytes, sums, numel, dtype, block, fp32_sums, threads);
+int32_t zipccl_decode(const void* payload, uint64_t bytes, void* out, uint64_t numel, int32_t dtype, int32_t rounded, uint32_t block,
+                      int32_t into, int32_t threads) {
+  const ZipcclType type = type_of(dtype);
+  const ZipcclLevel& level = zipccl_chosen();
+  const uint64_t itemsize = kItemsize[type], total = numel * itemsize, size = into == ZIPCCL_FP32_SUMS ? 4 : itemsize;
+  ZipcclLevel::Decode* const decode_chunk = rounded ? level.decode_rounded[type] : level.decode[type];
+  ZipcclLevel::Add* const add_chunk = !into ? nullptr : (rounded ? level.add_rounded : level.add)[type][into == ZIPCCL_FP32_SUMS];
+  return each_chunk<0>(static_cast<const uint8_t*>(payload), bytes, numel, block, threads, total,
+                       [&](const uint8_t* chunk, uint64_t chunk_bytes, uint64_t first, uint32_t n, bool) {
+                         uint8_t *const to = static_cast<uint8_t*>(out) + first * size, *blocks[kChunkBlocks];
+                         if (into) return add_chunk(chunk, chunk_bytes, n, block, to);
+                         for (uint32_t b = 0; b < kChunkBlocks; ++b) blocks[b] = to + uint64_t(b) * block * itemsize;
+                         return decode_chunk(chunk, chunk_bytes, n, block, total >= kStreamBytes ? ~0u : 0, blocks);
+                       });
 }
 
 void zipccl_add(const void* words, uint64_t numel, void* sums, int32_t dtype, int32_t fp32_sums, int32_t threads) {

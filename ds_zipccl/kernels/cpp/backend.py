@@ -15,11 +15,12 @@ from ds_zipccl.kernels.c_functions import bind
 from ds_zipccl.kernels.cpp.interface import (
     CODES,
     GROUP_STAYS,
+    INTO_SUMS,
+    INTO_WORDS,
     SIGNATURES,
     TILE,
     Literals,
     Map,
-    Repeats,
     RowSegment,
     Scaling,
     Search,
@@ -80,8 +81,7 @@ class CppBackend:
         return [segment.bytes for segment in array]
 
     def decode(self, payload: torch.Tensor, block: int, words: torch.Tensor, adds: torch.dtype | None = None) -> None:
-        name, dtype, flag = _into(words, adds, "zipccl_decode", "zipccl_decode_add")
-        self._decode(name, payload, payload.numel(), words, words.numel(), dtype, block, *flag)
+        self._decode("zipccl_decode", payload, payload.numel(), words, words.numel(), *_into(words, adds, False, block))
 
     def add(self, words: torch.Tensor, sums: torch.Tensor) -> None:
         self._call("zipccl_add", words, words.numel(), sums, words.dtype, sums.dtype != words.dtype)
@@ -113,16 +113,14 @@ class CppBackend:
         mantissa: int = 0,
     ) -> int:  # fmt: skip
         literals = _literals(words, width, head, rows)
-        if mantissa:
-            return self._call("zipccl_encode_rounded_rows", literals, words.dtype, mantissa, block, out)
-        return self._call("zipccl_encode_rows", literals, words.dtype, CODES[code], block, out)
+        return self._call("zipccl_encode_rows", literals, words.dtype, CODES[code], mantissa, block, out)
 
     def decode_rows(
         self, payload: torch.Tensor, block: int, words: torch.Tensor, width: int, head: int, rows: torch.Tensor,
         rounded: bool = False,
     ) -> None:  # fmt: skip
-        name = "zipccl_decode_rounded_rows" if rounded else "zipccl_decode_rows"
-        self._decode(name, payload, payload.numel(), _literals(words, width, head, rows), words.dtype, block)
+        literals = _literals(words, width, head, rows)
+        self._decode("zipccl_decode_rows", payload, payload.numel(), literals, words.dtype, rounded, block)
 
     def copy_rows(self, words: torch.Tensor, width: int, rows: torch.Tensor, sources: torch.Tensor) -> None:
         self._call("zipccl_copy_rows", words, width * words.itemsize, rows, sources, rows.numel())
@@ -136,28 +134,6 @@ class CppBackend:
         self, words: torch.Tensor, width: int, sources: torch.Tensor, factors: torch.Tensor, out: torch.Tensor
     ) -> None:
         self._call("zipccl_predict_rows", words, words.dtype, width, sources, factors, sources.numel(), out)
-
-    def pack_repeats(
-        self, words: torch.Tensor, width: int, first: int, count: int, sources: torch.Tensor, map_room: torch.Tensor
-    ) -> tuple[torch.Tensor, int, int]:
-        """Write the map of a frame without scaled rows (FORMAT.md 2.6) with its padding to ``map_room``, unless it has no room.
-
-        Args:
-            words: the segment.
-            first: the first of the frame's ``count`` whole rows.
-            sources: of all rows, as :meth:`find_rows` writes them.
-            map_room: uint8.
-
-        Returns:
-            The literals (int32, from row ``first`` on), the bits of a distance, and how many repeated rows have more than one word.
-        """
-        literals = tensors.empty(count, torch.int32)
-        rows = Repeats(
-            words.data_ptr(), width, words.itemsize, first, count, sources.data_ptr(), literals.data_ptr(),
-            map_room.data_ptr(), map_room.numel(), 0, 0, 0,
-        )  # fmt: skip
-        self._functions["zipccl_pack_repeats"](ctypes.byref(rows))
-        return literals[: count - rows.repeats], rows.bits, rows.repeats - rows.plain
 
     def unpack_repeats(
         self, data: torch.Tensor, count: int, repeats: int, bits: int, reach: int
@@ -197,8 +173,7 @@ class CppBackend:
     def decode_rounded(
         self, payload: torch.Tensor, block: int, words: torch.Tensor, adds: torch.dtype | None = None
     ) -> None:
-        name, dtype, flag = _into(words, adds, "zipccl_decode_rounded", "zipccl_decode_rounded_add")
-        self._decode(name, payload, payload.numel(), words, words.numel(), dtype, block, *flag)
+        self._decode("zipccl_decode", payload, payload.numel(), words, words.numel(), *_into(words, adds, True, block))
 
     def squared_error(self, words: torch.Tensor, values: torch.Tensor) -> tuple[float, float]:
         """Return the sum of the squares of ``values`` - ``words``, and of those of ``words``, over the finite ``words``, added in fp64.
@@ -224,8 +199,7 @@ class CppBackend:
         words: torch.Tensor,
         adds: torch.dtype | None = None,
     ) -> None:
-        name, dtype, flag = _into(words, adds, "zipccl_scaled_decode", "zipccl_scaled_add")
-        self._decode(name, scales, codes, words.numel(), dtype, _scaling(codec), words, *flag)
+        self._decode("zipccl_scaled_decode", scales, codes, words.numel(), *_into(words, adds, _scaling(codec), words))
 
     def encode_scaled_staged(
         self,
@@ -260,9 +234,8 @@ class CppBackend:
         adds: torch.dtype | None = None,
     ) -> None:
         """As :meth:`decode_scaled`, of codes with stage 2 in blocks of ``block`` codes."""
-        name, dtype, flag = _into(words, adds, "zipccl_scaled_decode_staged", "zipccl_scaled_add_staged")
-        size, scaling = payload.numel(), _scaling(codec)
-        self._decode(name, scales, payload, size, block, words.numel(), dtype, scaling, words, *flag)
+        given = scales, payload, payload.numel(), block, words.numel()
+        self._decode("zipccl_scaled_decode_staged", *given, *_into(words, adds, _scaling(codec), words))
 
     def project_scaled(self, words: torch.Tensor, codec: ScaledCodec, out: torch.Tensor) -> None:
         self._call("zipccl_scaled_project", words, words.numel(), words.dtype, _scaling(codec), out)
@@ -271,16 +244,15 @@ class CppBackend:
         return bool(self._call("zipccl_zfp_encode", words, words.numel(), words.dtype, rate, codes))
 
     def decode_zfp(self, codes: torch.Tensor, rate: int, words: torch.Tensor, adds: torch.dtype | None = None) -> None:
-        name, dtype, flag = _into(words, adds, "zipccl_zfp_decode", "zipccl_zfp_decode_add")
-        self._call(name, codes, words.numel(), dtype, rate, words, *flag)
+        self._call("zipccl_zfp_decode", codes, words.numel(), *_into(words, adds, rate, words))
 
     def project_zfp(self, words: torch.Tensor, rate: int, out: torch.Tensor) -> None:
         self._call("zipccl_zfp_project", words, words.numel(), words.dtype, rate, out)
 
     def multiply(self, p: torch.Tensor, q: torch.Tensor, words: torch.Tensor, adds: torch.dtype | None = None) -> None:
-        name, dtype, flag = _into(words, adds, "zipccl_multiply", "zipccl_multiply_add")
         columns = _columns(q)
-        self._call(name, p, columns, columns.shape[1], p.shape[1], len(p), len(q), dtype, words, *flag)
+        given = p, columns, columns.shape[1], p.shape[1], len(p), len(q)
+        self._call("zipccl_multiply", *given, *_into(words, adds, words))
 
     def orthonormalize(self, columns: torch.Tensor) -> None:
         rows, rank = columns.shape
@@ -289,7 +261,7 @@ class CppBackend:
 
 
 class RowFrames:
-    """Payloads of the row frames of a segment, in order, without scaled rows, with literals of one code: a call for each frame.
+    """Payloads of the row frames of a segment, in order, without scaled rows, with literals of one code or raw: a call for each frame.
 
     Args:
         backend: the kernels.
@@ -298,15 +270,12 @@ class RowFrames:
         sources: int32, one for each row: of all rows, as ``find_rows`` writes them.
         table: as ``find_rows`` takes it.
         literals: int32, one for each row, contents undefined.
-        nested: the first 16 bytes of the header of a frame of literals.
-        code, block: of the literals.
+        nested: the first 16 bytes of the header of a frame of literals that are not raw.
+        code, block: of such literals.
         raw_below: literals of fewer bytes are raw.
         worth: share of the bytes of its repeated rows that a row frame saves, at least.
         mantissa: bits to which literals are rounded, 0: they stay as they are.
     """
-
-    #: :meth:`payload` gives this where literals are to be raw, and has written nothing that counts.
-    RAW = 1
 
     def __init__(
         self, backend: CppBackend, words: torch.Tensor, width: int, sources: torch.Tensor, table: torch.Tensor, literals: torch.Tensor,
@@ -318,7 +287,7 @@ class RowFrames:
         )  # fmt: skip
         self._state = RowSegment(
             search, 0, width, words.itemsize, raw_below, worth, literals.data_ptr(), (ctypes.c_uint8 * 16)(*nested),
-            DTYPE_IDS[words.dtype], CODES[code], block, mantissa,
+            DTYPE_IDS[words.dtype], CODES.get(code, 0), block, mantissa,
         )  # fmt: skip
 
     def payload(self, begin: int, numel: int, out: torch.Tensor, known: int, repeats: int) -> tuple[int, int, int]:
@@ -330,7 +299,7 @@ class RowFrames:
             repeats: rows among them that repeat earlier ones.
 
         Returns:
-            Bytes of the payload, 0 where a row frame is not worth while, or :attr:`RAW`; then ``known`` and ``repeats`` from now on.
+            Bytes of the payload, 0 where a row frame is not worth while; then ``known`` and ``repeats`` from now on.
         """
         state = self._state
         state.search.first, state.repeats = known, repeats
@@ -346,12 +315,10 @@ def _number(value: Any) -> Any:
     return ctypes.byref(value) if isinstance(value, ctypes.Structure) else value
 
 
-def _into(
-    words: torch.Tensor, adds: torch.dtype | None, writing: str, adding: str
-) -> tuple[str, torch.dtype, tuple[bool, ...]]:
-    """Return the function that writes ``words``, or the one that adds words of ``adds`` to them; the dtype of the words; and what the
-    latter function takes besides: whether the sums are float32 ones of another dtype."""
-    return (writing, words.dtype, ()) if adds is None else (adding, adds, (words.dtype != adds,))
+def _into(words: torch.Tensor, adds: torch.dtype | None, *more: Any) -> tuple[Any, ...]:
+    """Return the last arguments of a function that writes ``words``, or adds words of ``adds`` to them: the dtype of the words, ``more``,
+    and ZipcclInto of csrc/cpu/interface.h."""
+    return (words.dtype, *more, INTO_WORDS) if adds is None else (adds, *more, INTO_SUMS + (words.dtype != adds))
 
 
 def _segments(segments: Sequence[torch.Tensor], outs: Sequence[torch.Tensor]) -> ctypes.Array[Segment]:

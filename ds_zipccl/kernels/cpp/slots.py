@@ -12,23 +12,13 @@ import threading
 import torch
 
 from ds_zipccl import tensors
-from ds_zipccl.frame import (
-    CHUNK_BLOCKS,
-    DTYPES,
-    HEADER_BYTES,
-    CodecId,
-    FrameError,
-    FrameErrorCode,
-    Header,
-    pack,
-    pad16,
-    parse_nested,
-)
+from ds_zipccl.frame import DTYPES, HEADER_BYTES, CodecId, FrameError, FrameErrorCode, Header, pack, parse_nested
 from ds_zipccl.kernels import build
 from ds_zipccl.kernels.cpp import backend as cpp
-from ds_zipccl.kernels.cpp.interface import CODES, SIGNATURES, Segment
+from ds_zipccl.kernels.cpp.interface import CODES, INTO_SUMS, INTO_WORDS, SIGNATURES, Segment
 from ds_zipccl.kernels.cuda import jobs
 from ds_zipccl.kernels.cuda.backend import CudaBackend
+from ds_zipccl.kernels.protocol import raw_bound
 from ds_zipccl.kernels.sums import settle_nans
 
 #: Name of the words of a kernel -> their dtype.
@@ -139,8 +129,8 @@ class _Launcher:
                 raise FrameError(FrameErrorCode.SIZE, "longer than any payload of so many words")
             self._kernels._decode("zipccl_delta_decode", payload, size, base, out, numel, words, block)
         else:
-            name = "zipccl_decode_rounded" if codec == CodecId.ROUNDED else "zipccl_decode"
-            self._kernels._decode(name, payload, size, out, numel, words, block)
+            rounded = codec == CodecId.ROUNDED
+            self._kernels._decode("zipccl_decode", payload, size, out, numel, words, rounded, block, INTO_WORDS)
 
     # --- sums and hashes
 
@@ -172,14 +162,16 @@ class _Launcher:
         if not number:
             if not raw:
                 room = self._room(job.numel * words.itemsize)
-                self._kernels._decode("zipccl_decode", payload, size, room, job.numel, words, job.block)
+                self._kernels._decode(
+                    "zipccl_decode", payload, size, room, job.numel, words, False, job.block, INTO_WORDS
+                )
                 payload = room
             total.copy_(_bytes_at(payload, job.numel * words.itemsize).view(words))
         elif raw:
             self._kernels._call("zipccl_add", payload, job.numel, total, words, words is not torch.float32)
         else:
-            arguments = payload, size, total, job.numel, words, job.block, words is not torch.float32
-            self._kernels._decode("zipccl_decode_add", *arguments)
+            into = INTO_SUMS + (words is not torch.float32)
+            self._kernels._decode("zipccl_decode", payload, size, total, job.numel, words, False, job.block, into)
 
     def _hash(self, params: jobs.HashJobs) -> None:
         for number, job in enumerate(params.job[: params.count]):
@@ -229,12 +221,8 @@ def _report(status: int, failure: int) -> None:
 
 
 def _bound(numel: int, words: torch.dtype, block: int) -> int:
-    """Return the bytes of a payload of RAW blocks, with all paddings: no payload has more."""
-    table, chunk = 4 if words.itemsize == 4 else 3, block * CHUNK_BLOCKS
-    chunks, (full, rest) = -(-numel // chunk), divmod(numel, chunk)
-    tables = full * pad16(table * CHUNK_BLOCKS) + pad16(table * -(-rest // block))
-    bodies = numel // block * block * words.itemsize + pad16(numel % block * words.itemsize)
-    return pad16(4 * chunks) + tables + bodies + 16 * chunks
+    """Return the bytes of the largest payload."""
+    return raw_bound(numel, words.itemsize, 4 if words.itemsize == 4 else 3, block)
 
 
 def load() -> SlotBackend:

@@ -11,7 +11,7 @@ import numpy.typing as npt
 import torch
 
 from ds_zipccl import tensors
-from ds_zipccl.frame import CHUNK_BLOCKS
+from ds_zipccl.kernels.protocol import raw_bound
 
 Bytes = npt.NDArray[np.uint8]
 #: Of each dtype: its name in those of kernels, exponent bits, mantissa bits, numpy's word.
@@ -144,8 +144,7 @@ def large(device: torch.device) -> list[Input]:
 
 def bound(numel: int, itemsize: int, block: int) -> int:
     """Bytes of a payload at most, of any code."""
-    chunks = -(-numel // (block * CHUNK_BLOCKS))
-    return 16 + numel * itemsize + chunks * (4 + 5 * CHUNK_BLOCKS + 16)
+    return raw_bound(numel, itemsize, 4, block)
 
 
 def raw(words: torch.Tensor) -> Bytes:

@@ -64,13 +64,3 @@ void zipccl_encode_rounded(ZipcclSegment* segments, uint32_t count, int32_t dtyp
                                          : untrimmed_bytes<Bf16>(out, segments[s].numel, block);
   }
 }
-
-int32_t zipccl_decode_rounded(const void* payload, uint64_t bytes, void* words, uint64_t numel, int32_t dtype, uint32_t block,
-                              int32_t threads) {
-  return decode_payload(zipccl_chosen().decode_rounded, payload, bytes, words, numel, dtype, block, threads);
-}
-
-int32_t zipccl_decode_rounded_add(const void* payload, uint64_t bytes, void* sums, uint64_t numel, int32_t dtype, uint32_t block,
-                                  int32_t fp32_sums, int32_t threads) {
-  return add_payload(zipccl_chosen().add_rounded, payload, bytes, sums, numel, dtype, block, fp32_sums, threads);
-}

@@ -90,19 +90,26 @@ int32_t each_staged_part(const uint8_t* payload, uint64_t bytes, const uint8_t* 
 // Decodes scaled words of a type, or adds them to sums.
 struct Decoder {
   const ZipcclScaling& s;
+  int32_t into;
   uint64_t itemsize, sum_bytes;
   ZipcclLevel::DecodeScaled* decode;
   ZipcclLevel::AddWords* add;
   uint8_t* to;
 
-  Decoder(const ZipcclScaling& scaling, int32_t dtype, bool fp32_sums, uint8_t* words_or_sums)
+  Decoder(const ZipcclScaling& scaling, int32_t dtype, uint8_t* out, int32_t words_or_sums)
       : s(scaling),
+        into(words_or_sums),
         itemsize(kItemsize[type_of(dtype)]),
-        sum_bytes(fp32_sums ? 4 : itemsize),
+        sum_bytes(into == ZIPCCL_FP32_SUMS ? 4 : itemsize),
         decode(zipccl_chosen().decode_scaled[type_of(dtype)]),
-        add(zipccl_chosen().add_words[type_of(dtype)][fp32_sums]),
-        to(words_or_sums) {}
+        add(zipccl_chosen().add_words[type_of(dtype)][into == ZIPCCL_FP32_SUMS]),
+        to(out) {}
 
+  int32_t operator()(const uint8_t* scales, const uint8_t* codes, uint64_t first, uint64_t n) const {
+    return into ? sums(scales, codes, first, n) : words(scales, codes, first, n);
+  }
+
+ private:
   int32_t words(const uint8_t* scales, const uint8_t* codes, uint64_t first, uint64_t n) const {
     const Denormals on;
     return decode(scales, codes, n, s, to + first * itemsize);
@@ -180,31 +187,15 @@ uint64_t zipccl_scaled_encode_staged(const uint8_t* words, uint64_t numel, int32
 }
 
 int32_t zipccl_scaled_decode(const uint8_t* scales, const uint8_t* codes, uint64_t numel, int32_t dtype, const ZipcclScaling* scaling,
-                             uint8_t* words, int32_t threads) {
-  const Decoder decoder(*scaling, dtype, false, words);
-  return each_tile(scales, codes, numel, numel * decoder.itemsize, *scaling, threads,
-                   [&](auto... part) { return decoder.words(part...); });
-}
-
-int32_t zipccl_scaled_add(const uint8_t* scales, const uint8_t* codes, uint64_t numel, int32_t dtype, const ZipcclScaling* scaling,
-                          uint8_t* sums, int32_t fp32_sums, int32_t threads) {
-  const Decoder decoder(*scaling, dtype, fp32_sums != 0, sums);
-  return each_tile(scales, codes, numel, numel * decoder.itemsize, *scaling, threads,
-                   [&](auto... part) { return decoder.sums(part...); });
+                             uint8_t* out, int32_t into, int32_t threads) {
+  const Decoder decoder(*scaling, dtype, out, into);
+  return each_tile(scales, codes, numel, numel * decoder.itemsize, *scaling, threads, decoder);
 }
 
 int32_t zipccl_scaled_decode_staged(const uint8_t* scales, const uint8_t* payload, uint64_t bytes, uint32_t block, uint64_t numel,
-                                    int32_t dtype, const ZipcclScaling* scaling, uint8_t* words, int32_t threads) {
-  const Decoder decoder(*scaling, dtype, false, words);
-  return each_staged_part(payload, bytes, scales, numel, numel * decoder.itemsize, *scaling, block, threads,
-                          [&](auto... part) { return decoder.words(part...); });
-}
-
-int32_t zipccl_scaled_add_staged(const uint8_t* scales, const uint8_t* payload, uint64_t bytes, uint32_t block, uint64_t numel,
-                                 int32_t dtype, const ZipcclScaling* scaling, uint8_t* sums, int32_t fp32_sums, int32_t threads) {
-  const Decoder decoder(*scaling, dtype, fp32_sums != 0, sums);
-  return each_staged_part(payload, bytes, scales, numel, numel * decoder.itemsize, *scaling, block, threads,
-                          [&](auto... part) { return decoder.sums(part...); });
+                                    int32_t dtype, const ZipcclScaling* scaling, uint8_t* out, int32_t into, int32_t threads) {
+  const Decoder decoder(*scaling, dtype, out, into);
+  return each_staged_part(payload, bytes, scales, numel, numel * decoder.itemsize, *scaling, block, threads, decoder);
 }
 
 void zipccl_scaled_project(const uint8_t* words, uint64_t numel, int32_t dtype, const ZipcclScaling* scaling, uint8_t* out,

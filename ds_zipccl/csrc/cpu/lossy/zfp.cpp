@@ -145,23 +145,16 @@ int32_t zipccl_zfp_encode(const uint8_t* words, uint64_t numel, int32_t dtype, u
   return finite.load();
 }
 
-void zipccl_zfp_decode(const uint8_t* codes, uint64_t numel, int32_t dtype, uint32_t rate, uint8_t* words, int32_t threads) {
-  const uint32_t type = type_of(dtype), itemsize = kItemsize[type];
+void zipccl_zfp_decode(const uint8_t* codes, uint64_t numel, int32_t dtype, uint32_t rate, uint8_t* out, int32_t into, int32_t threads) {
+  const uint32_t type = type_of(dtype), itemsize = kItemsize[type], size = into == ZIPCCL_FP32_SUMS ? 4 : itemsize;
+  ZipcclLevel::AddWords* const add_words = zipccl_chosen().add_words[type][into == ZIPCCL_FP32_SUMS];
   each_units(numel, itemsize, rate, threads, [&](uint64_t first, uint64_t n, uint64_t bytes) {
-    kFunctions[type].decode(codes + bytes, n, rate, words + first * itemsize);
-  });
-}
-
-void zipccl_zfp_decode_add(const uint8_t* codes, uint64_t numel, int32_t dtype, uint32_t rate, uint8_t* sums, int32_t fp32_sums,
-                           int32_t threads) {
-  const uint32_t type = type_of(dtype), itemsize = kItemsize[type], sum_size = fp32_sums ? 4 : itemsize;
-  ZipcclLevel::AddWords* const add_words = zipccl_chosen().add_words[type][fp32_sums != 0];
-  each_units(numel, itemsize, rate, threads, [&](uint64_t first, uint64_t n, uint64_t bytes) {
+    if (!into) return kFunctions[type].decode(codes + bytes, n, rate, out + first * itemsize);
     uint8_t values[4 * kAdded];
     for (uint64_t at = 0; at < n; at += kAdded) {
       const uint64_t count = std::min<uint64_t>(n - at, kAdded);
       kFunctions[type].decode(codes + bytes + at / kUnit * rate * 8, count, rate, values);
-      add_words(values, count, sums + (first + at) * sum_size);
+      add_words(values, count, out + (first + at) * size);
     }
   });
 }

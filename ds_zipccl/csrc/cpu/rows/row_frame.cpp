@@ -2,6 +2,9 @@
 #include <string.h>
 
 #include "cpu/interface.h"
+#include "cpu/rows/row_map.h"
+
+using namespace zipccl;
 
 namespace {
 
@@ -12,6 +15,23 @@ uint64_t pad16(uint64_t bytes) { return (bytes + 15) / 16 * 16; }
 void put32(uint8_t* to, uint64_t value) {
   const uint32_t word = uint32_t(value);
   memcpy(to, &word, 4);
+}
+
+// Writes the header of a frame of raw literals, and the literals side by side; returns their bytes.
+uint64_t put_raw(const ZipcclRowSegment& segment, const ZipcclLiterals& literals, uint64_t numel, uint8_t* header, int32_t threads) {
+  header[5] = 0;  // the codec
+  header[9] = 0;  // and its blocks
+  const uint64_t row_bytes = literals.width * segment.itemsize, head = literals.head * segment.itemsize;
+  const uint64_t all = literals.numel * segment.itemsize, rows_end = head + (all - head) / row_bytes * row_bytes;
+  uint8_t* to = header + kHeaderBytes;
+  memcpy(to, literals.words, head);
+  to += head;
+  for (uint64_t i = 0; i < literals.count; ++i, to += row_bytes)
+    memcpy(to, literals.words + head + uint64_t(literals.rows[i]) * row_bytes, row_bytes);
+  memcpy(to, literals.words + rows_end, all - rows_end);
+  uint8_t* const words = header + kHeaderBytes;
+  if (segment.mantissa) zipccl_round_words(words, numel, segment.dtype, segment.mantissa, words, threads);
+  return numel * segment.itemsize;
 }
 
 }  // namespace
@@ -26,13 +46,14 @@ uint64_t zipccl_row_frame(ZipcclRowSegment* segment, uint64_t begin, uint64_t nu
     segment->repeats += zipccl_find_rows(&here, threads);
     search.first = last;
   }
-  if (first >= last || !segment->repeats) return 0;
-  ZipcclRepeats rows = {search.data, width, segment->itemsize, first, last - first, search.sources, segment->literals, out + kFieldsBytes,
+  if (first >= last || !segment->repeats || room < kFieldsBytes) return 0;
+  Repeats rows = {search.data, width, segment->itemsize, first, last - first, search.sources, segment->literals, out + kFieldsBytes,
                         room - kFieldsBytes, 0, 0, 0};
-  zipccl_pack_repeats(&rows);
-  if ((numel - rows.repeats * width) * segment->itemsize < segment->raw_below) return 1;
+  pack_repeats(&rows);
+  const uint64_t left = numel - rows.repeats * width;
+  const bool raw = left * segment->itemsize < segment->raw_below;
   const uint64_t at = kFieldsBytes + pad16((rows.count + rows.repeats * rows.bits + 7) / 8);
-  const uint64_t saved = (rows.repeats - rows.plain) * search.row_bytes;
+  const uint64_t saved = (rows.repeats - (raw ? 0 : rows.plain)) * search.row_bytes;  // coded, a row of one word costs next to nothing
   if (double(at + kHeaderBytes) >= segment->worth * double(saved)) return 0;
 
   const uint64_t head = first * width - begin;
@@ -45,14 +66,13 @@ uint64_t zipccl_row_frame(ZipcclRowSegment* segment, uint64_t begin, uint64_t nu
   const ZipcclLiterals literals = {const_cast<uint8_t*>(search.data) + begin * segment->itemsize, numel, width, head, rows.literals,
                                    rows.count - rows.repeats};
   uint8_t* const nested = out + at;
-  uint8_t* const payload = nested + kHeaderBytes;
-  const uint64_t coded =
-      segment->mantissa ? zipccl_encode_rounded_rows(&literals, segment->dtype, segment->mantissa, segment->block, payload, threads)
-                        : zipccl_encode_rows(&literals, segment->dtype, segment->code, segment->block, payload, threads);
-  const uint64_t of_header[2] = {numel - rows.repeats * width, kHeaderBytes + coded};
   memcpy(nested, segment->nested, sizeof segment->nested);
+  const uint64_t bytes = raw ? put_raw(*segment, literals, left, nested, threads)
+                             : zipccl_encode_rows(&literals, segment->dtype, segment->code, segment->mantissa, segment->block,
+                                                  nested + kHeaderBytes, threads);
+  const uint64_t of_header[2] = {left, kHeaderBytes + bytes};
   memcpy(nested + sizeof segment->nested, of_header, sizeof of_header);
-  const uint64_t end = at + kHeaderBytes + coded;
+  const uint64_t end = at + kHeaderBytes + bytes;
   memset(out + end, 0, pad16(end) - end);
   return pad16(end);
 }

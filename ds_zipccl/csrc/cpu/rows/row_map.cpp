@@ -1,8 +1,9 @@
-// The C interface of the maps of row frames that have no scaled rows (FORMAT.md 2.6).
+// Maps of row frames that have no scaled rows (FORMAT.md 2.6), packed and, by the C interface, read.
 #include <algorithm>
 
 #include "common/bits.h"
 #include "cpu/interface.h"
+#include "cpu/rows/row_map.h"
 
 using namespace zipccl;
 
@@ -21,7 +22,7 @@ bool looks_plain(const uint8_t* row, uint64_t width, uint64_t itemsize) {
 }  // namespace
 
 // Loops without branches on repeats, which come in any order; the rows in `literals` are from the front literal rows, from the back others.
-void zipccl_pack_repeats(ZipcclRepeats* r) {
+void zipccl::pack_repeats(Repeats* r) {
   const int32_t* const sources = r->sources + r->first;
   const int32_t base = int32_t(r->first);
   uint64_t literals = 0, back = r->count;

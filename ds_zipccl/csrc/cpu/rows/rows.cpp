@@ -191,40 +191,6 @@ uint64_t encode_literals(const ZipcclLiterals& literals, ZipcclType type, uint32
   return one.bytes;
 }
 
-// Decodes a payload of `bytes` bytes to the places of the literals, of `dtype`. Returns 0 or a FrameErrorCode; the literals
-// are then undefined, all other words as before.
-int32_t decode_literals(ZipcclLevel::Decode* const* of_types, const void* payload, uint64_t bytes, const ZipcclLiterals& literals,
-                        int32_t dtype, uint32_t block, int32_t threads) {
-  const ZipcclType type = type_of(dtype);
-  ZipcclLevel::Decode* const decode_chunk = of_types[type];
-  const uint32_t itemsize = kItemsize[type];
-  const Layout layout(literals, itemsize);
-  const uint64_t numel = Layout::numel(literals), total = numel * itemsize;
-  const auto decode = [&](const uint8_t* chunk, uint64_t chunk_bytes, uint64_t first, uint32_t n, bool) {
-    alignas(64) uint8_t gathered[kChunkBlocks * kMaxBlock * 4];
-    uint8_t* blocks[kChunkBlocks];
-    uint32_t apart = 0;  // a bit for each block whose words do not lie side by side
-    for (uint32_t b = 0; b * block < n; ++b) {
-      const uint64_t size = std::min(n - b * block, block);
-      blocks[b] = layout.find(first + uint64_t(b) * block, size);
-      if (blocks[b]) continue;
-      apart |= 1u << b;
-      blocks[b] = gathered + uint64_t(b) * block * itemsize;
-    }
-    const int32_t status = decode_chunk(chunk, chunk_bytes, n, block, total >= kStreamBytes ? ~apart : 0, blocks);
-    for (uint32_t b = 0; !status && b * block < n; ++b) {
-      if (!(apart >> b & 1)) continue;
-      const uint8_t* from = blocks[b];
-      layout.pieces(first + uint64_t(b) * block, std::min(n - b * block, block), [&](uint8_t* to, uint64_t here) {
-        memcpy(to, from, here);
-        from += here;
-      });
-    }
-    return status;
-  };
-  return each_chunk<0>(static_cast<const uint8_t*>(payload), bytes, numel, block, threads, total, decode);
-}
-
 }  // namespace
 
 uint64_t zipccl_find_rows(const ZipcclSearch* search, int32_t threads) {
@@ -261,25 +227,44 @@ uint64_t zipccl_find_rows(const ZipcclSearch* search, int32_t threads) {
   return repeats;
 }
 
-uint64_t zipccl_encode_rows(const ZipcclLiterals* literals, int32_t dtype, int32_t code, uint32_t block, void* out, int32_t threads) {
+uint64_t zipccl_encode_rows(const ZipcclLiterals* literals, int32_t dtype, int32_t code, uint32_t mantissa, uint32_t block, void* out,
+                            int32_t threads) {
   const ZipcclType type = type_of(dtype);
-  return encode_literals(*literals, type, block, out, threads, zipccl_chosen().encode[type][code]);
+  const ZipcclLevel& level = zipccl_chosen();
+  if (mantissa) return encode_literals(*literals, type, block, out, threads, level.encode_rounded[type], mantissa);
+  return encode_literals(*literals, type, block, out, threads, level.encode[type][code]);
 }
 
-uint64_t zipccl_encode_rounded_rows(const ZipcclLiterals* literals, int32_t dtype, uint32_t mantissa, uint32_t block, void* out,
-                                    int32_t threads) {
+int32_t zipccl_decode_rows(const void* payload, uint64_t bytes, const ZipcclLiterals* literals, int32_t dtype, int32_t rounded,
+                           uint32_t block, int32_t threads) {
   const ZipcclType type = type_of(dtype);
-  return encode_literals(*literals, type, block, out, threads, zipccl_chosen().encode_rounded[type], mantissa);
-}
-
-int32_t zipccl_decode_rows(const void* payload, uint64_t bytes, const ZipcclLiterals* literals, int32_t dtype, uint32_t block,
-                           int32_t threads) {
-  return decode_literals(zipccl_chosen().decode, payload, bytes, *literals, dtype, block, threads);
-}
-
-int32_t zipccl_decode_rounded_rows(const void* payload, uint64_t bytes, const ZipcclLiterals* literals, int32_t dtype, uint32_t block,
-                                   int32_t threads) {
-  return decode_literals(zipccl_chosen().decode_rounded, payload, bytes, *literals, dtype, block, threads);
+  ZipcclLevel::Decode* const decode_chunk = rounded ? zipccl_chosen().decode_rounded[type] : zipccl_chosen().decode[type];
+  const uint32_t itemsize = kItemsize[type];
+  const Layout layout(*literals, itemsize);
+  const uint64_t numel = Layout::numel(*literals), total = numel * itemsize;
+  const auto decode = [&](const uint8_t* chunk, uint64_t chunk_bytes, uint64_t first, uint32_t n, bool) {
+    alignas(64) uint8_t gathered[kChunkBlocks * kMaxBlock * 4];
+    uint8_t* blocks[kChunkBlocks];
+    uint32_t apart = 0;  // a bit for each block whose words do not lie side by side
+    for (uint32_t b = 0; b * block < n; ++b) {
+      const uint64_t size = std::min(n - b * block, block);
+      blocks[b] = layout.find(first + uint64_t(b) * block, size);
+      if (blocks[b]) continue;
+      apart |= 1u << b;
+      blocks[b] = gathered + uint64_t(b) * block * itemsize;
+    }
+    const int32_t status = decode_chunk(chunk, chunk_bytes, n, block, total >= kStreamBytes ? ~apart : 0, blocks);
+    for (uint32_t b = 0; !status && b * block < n; ++b) {
+      if (!(apart >> b & 1)) continue;
+      const uint8_t* from = blocks[b];
+      layout.pieces(first + uint64_t(b) * block, std::min(n - b * block, block), [&](uint8_t* to, uint64_t here) {
+        memcpy(to, from, here);
+        from += here;
+      });
+    }
+    return status;
+  };
+  return each_chunk<0>(static_cast<const uint8_t*>(payload), bytes, numel, block, threads, total, decode);
 }
 
 void zipccl_copy_rows(uint8_t* data, uint64_t row_bytes, const int32_t* rows, const int32_t* sources, uint64_t count, int32_t threads) {

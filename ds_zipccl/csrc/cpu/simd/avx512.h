@@ -10,42 +10,27 @@
 namespace zipccl {
 namespace {
 
-// Positions among the 128 bytes of two registers: start, start + step, ...
-struct Positions {
-  alignas(64) uint8_t at[64] = {};
-  constexpr Positions(uint32_t start, uint32_t step) {
-    for (uint32_t i = 0; i < 64; ++i) at[i] = uint8_t((start + step * i) % 128);
+// A register with of(i) in place i.
+template <typename Word>
+struct Constants {
+  alignas(64) Word at[64 / sizeof(Word)] = {};
+  template <typename Of>
+  constexpr explicit Constants(Of of) {
+    for (uint32_t i = 0; i < 64 / sizeof(Word); ++i) at[i] = Word(of(i));
   }
   __m512i load() const { return _mm512_load_si512(at); }
 };
-constexpr Positions kEven(0, 2), kOdd(1, 2), kFourth[4] = {{0, 4}, {1, 4}, {2, 4}, {3, 4}};
-// Bytes of one register between those of another: of its first or second half.
-struct Zipped {
-  alignas(64) uint8_t at[64] = {};
-  constexpr explicit Zipped(uint32_t half) {
-    for (uint32_t i = 0; i < 64; ++i) at[i] = uint8_t(32 * half + i / 2 + i % 2 * 64);
-  }
-  __m512i load() const { return _mm512_load_si512(at); }
-};
-constexpr Zipped kZipLow(0), kZipHigh(1);
-// 16-bit words of one register between those of another: of its first half.
-struct Pairs {
-  alignas(64) uint16_t at[32] = {};
-  constexpr Pairs() {
-    for (uint32_t i = 0; i < 32; ++i) at[i] = uint16_t(i / 2 + i % 2 * 32);
-  }
-  __m512i load() const { return _mm512_load_si512(at); }
-};
-constexpr Pairs kPairs;
-// 0, 1, 2, ...
-struct Places {
-  alignas(64) uint16_t at[32] = {};
-  constexpr Places() {
-    for (uint32_t i = 0; i < 32; ++i) at[i] = uint16_t(i);
-  }
-  __m512i load() const { return _mm512_load_si512(at); }
-};
-constexpr Places kPlaces;
+// Among the 128 bytes of two registers: every second or fourth; those of one between those of the other, of their first or second halves.
+constexpr Constants<uint8_t> every(uint32_t step, uint32_t start) {
+  return Constants<uint8_t>([=](uint32_t i) { return (start + step * i) % 128; });
+}
+constexpr Constants<uint8_t> zipped(uint32_t half) {
+  return Constants<uint8_t>([=](uint32_t i) { return 32 * half + i / 2 + i % 2 * 64; });
+}
+constexpr Constants<uint8_t> kEven = every(2, 0), kOdd = every(2, 1), kFourth[4] = {every(4, 0), every(4, 1), every(4, 2), every(4, 3)};
+constexpr Constants<uint8_t> kZipLow = zipped(0), kZipHigh = zipped(1);
+// 16-bit words of one register between those of another, of their first halves; and 0, 1, 2, ...
+constexpr Constants<uint16_t> kPairs([](uint32_t i) { return i / 2 + i % 2 * 32; }), kPlaces([](uint32_t i) { return i; });
 
 struct Avx512Lanes : ListSteps {
   struct Bytes {

@@ -1,4 +1,4 @@
-"""Known frames stand for a tensor that the receiver holds; bits frames hold bools."""
+"""Bits frames hold bools."""
 
 from __future__ import annotations
 
@@ -7,32 +7,11 @@ import from_format
 import numpy as np
 import pytest
 import torch
-from corpus import assert_same_bits
 from test_frame import code
 
 import ds_zipccl
 from ds_zipccl import codecs
-from ds_zipccl import frame as framing
 from ds_zipccl.frame import FrameErrorCode
-
-
-@pytest.mark.parametrize("dtype", framing.DTYPE_IDS, ids=str)
-def test_a_known_tensor_is_its_hash(route: str, dtype: torch.dtype) -> None:
-    data = torch.from_numpy(corpus.hashes(400, 3).view(np.uint8).copy())
-    kept = (data % 2 if dtype == torch.bool else data).view(dtype)[:150].clone()
-    frame = codecs.known_frame(dtype, 150, ds_zipccl.region_hash(kept), torch.zeros(60, dtype=torch.uint8))
-    assert frame.numel() == 48 and frame.numpy().tobytes()[32:] == ds_zipccl.region_hash(kept)
-    out = torch.zeros(150, dtype=torch.uint8).new_zeros(kept.nbytes).view(dtype)
-    assert_same_bits(codecs.decompress(frame, out, base=kept, route=route), kept)
-    assert codecs.decompress(frame, kept, base=kept, route=route) is kept
-    wrong = kept.clone()
-    wrong.view(torch.uint8)[77] ^= 1
-    assert code(frame, base=wrong, route=route) is code(frame, base=kept[1:], route=route) is FrameErrorCode.MISMATCH
-    assert code(frame, route=route) is FrameErrorCode.CODEC
-    for end in (47, 48):
-        changed = torch.cat([frame[:end], torch.zeros(2 * end - 94, dtype=torch.uint8)])
-        changed[24] = len(changed)
-        assert code(changed, base=kept, route=route) is FrameErrorCode.SIZE
 
 
 def test_bools_travel_as_bits() -> None:
