@@ -27,6 +27,7 @@ from ds_zipccl import comm
 from ds_zipccl.codecs import decompress
 from ds_zipccl.comm import topology
 from ds_zipccl.comm.bases import host_memory, shared
+from ds_zipccl.comm.group_state import group_state
 from ds_zipccl.comm.host import cached, frames
 
 
@@ -189,11 +190,17 @@ def damaged_shared_copy(rank: int, ranks: int) -> None:
 
 @runner.together(4)
 def ranks_of_a_node_share_a_copy(rank: int, ranks: int) -> None:
-    """Two nodes of two ranks, each of which has one copy: an edit on one rank is a miss of all, and copies are compared by hash."""
+    """Two nodes of two ranks, each of which has one copy: an edit on one rank is a miss of all, and copies are compared by hash. Shards
+    come straight, or by way of the other rank of a node."""
     topology.here = lambda: "left" if rank < 2 else "right"
-    one = Rank(rank, ranks)
-    assert one.slots[0].node_ranks == ([0, 1] if rank < 2 else [2, 3])
-    one.settle()
+    assert comm.allocate_bases([], "host", dist.group.WORLD) == []
+    for nodes in ([], [[0, 1], [2, 3]]):
+        group_state(None).nodes = nodes
+        one = Rank(rank, ranks)
+        assert one.slots[0].node_ranks == ([0, 1] if rank < 2 else [2, 3])
+        one.settle()
+        one.step(2)
+        assert one.gather(0, 2)[0] == {MISS: 1, "": 2}
     if rank == 3:
         by_data(one)
     assert one.gather(0, 2)[0][MISS] == 1

@@ -96,7 +96,7 @@ def trained(lab: Lab, name: str, steps: int = 3) -> None:
 #: ZeRO-3 that test_bases_of_engines.py has are not here.
 SHARED = ("zero1", "zero2", "bf16 optimizer", "offload", "many buckets", "fp32 gradients", "beside ZeRO-3", "several engines",
          "checkpoint zero2", "without_gradients zero2", "overflow zero2", "out_of_step zero2", "edited_by_all bf16 optimizer",
-         "zero3 plain", "zero3 all reduced", "zero3 hpz", "zero3 several engines")  # fmt: skip
+         "zero3 plain", "zero3 all reduced", "zero3 hpz")  # fmt: skip
 CASES = {name: on_gloo.CASES[name] for name in SHARED}
 CASES |= {name: functools.partial(trained, name=name) for name in SETTINGS if "longer" not in name}
 LONGER = {name: functools.partial(trained, name=name, steps=8) for name in SETTINGS if "longer" in name}

@@ -209,13 +209,6 @@ def test_always_has_the_bits_of_plain_runs(trained: Trained, ranks: int, name: s
             assert rank["ratios"]["all_reduce replicated"] > 20 and rank["ratios"]["all_reduce"] < 2, "hashes"
 
 
-@each(CASES)
-def test_auto_has_the_bits_of_plain_runs(trained: Trained, ranks: int, name: str) -> None:
-    """While schedules are tried in turn."""
-    plain, auto = trained(ranks, "plain")[name], trained(ranks, "auto")[name]
-    assert bits(auto) == bits(plain)
-
-
 @pytest.mark.full(reason="one more launch, of cases that only the full tier has")
 def test_wrong_bit_changes_the_result(trained: Trained, tmp_path: Path) -> None:
     """The tests above see a single wrong bit per message of one rank."""

@@ -316,12 +316,6 @@ def test_always_has_the_bits_of_plain_runs_and_each_call_the_role_of_its_group(
         assert first - last < masks + 500, "a mask goes as bits"
 
 
-@each(CASES)
-def test_auto_has_the_bits_of_plain_runs(trained: Trained, ranks: int, name: str) -> None:
-    """While schedules are tried in turn."""
-    assert bits(trained(ranks, "auto")[name]) == bits(trained(ranks, "plain")[name])
-
-
 FULL = pytest.mark.full(reason="one more launch, of cases that only the full tier has")
 
 

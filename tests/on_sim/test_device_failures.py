@@ -16,7 +16,7 @@ import moves
 import pytest
 import torch
 import torch.distributed as dist
-from sim import communicator, nccl, streams
+from sim import communicator, nccl
 from sim.device import mine
 from sim.mistakes import filled
 from sim.scheduler import Fault
@@ -31,7 +31,7 @@ from ds_zipccl.comm.work import CommError
 from ds_zipccl.kernels.cuda.backend import CudaBackend
 from ds_zipccl.policy.admission import PassReason
 from ds_zipccl.telemetry import counters
-from on_sim import random_programs, world
+from on_sim import cases, random_programs, world
 from on_sim.cases import CASES, CODED, HARD, PATIENT, every_case, once, prepared, reasons
 
 # --- frames that are refused
@@ -342,14 +342,7 @@ def test_changed_shards_are_named() -> None:
 
 
 def captured(rank: int, ranks: int, case: str) -> None:
-    """The plain collective is in the graph, and its replay sends what is in the tensors then."""
-    values, output, wanted = prepared(case, rank, ranks)
-    given, recorded = torch.zeros_like(values), streams.Graph()
-    with recorded.capture():
-        CASES[case].call(moves.coded(**CODED), output, given, None, False)
-    given.copy_(values)
-    recorded.replay()
-    corpus.assert_same_bits(output.cpu(), wanted)
+    cases.captured(case, moves.coded(**CODED), rank, ranks)
 
 
 def coalesced(rank: int, ranks: int, case: str) -> None:
