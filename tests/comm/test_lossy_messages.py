@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import count
 from types import SimpleNamespace
@@ -73,49 +73,8 @@ def in_mode_auto(rank: int, ranks: int) -> None:
     assert not any(row["passed"] for row in counters.rows())
 
 
-LARGE, WIDTH = 480_000, 96
 #: No call sends more than this many times the lossless bytes.
 MOST = 1.03
-
-
-#: Of 20 rows, how many are not zero: of dense tensors, of the buffers of a layer of experts, of the gradient of an embedding.
-FILLED = {"dense": 20, "half empty": 11, "sparse": 1}
-
-
-def with_zeros(rank: int, dtype: torch.dtype, kept: int) -> torch.Tensor:
-    rows = normal(rank, LARGE, dtype).view(-1, WIDTH)
-    rows[torch.arange(len(rows)) % 20 >= kept] = 0
-    return rows.view(-1)
-
-
-def sent(call: Callable[..., Any], everyone: Sequence[torch.Tensor], rank: int, codec: LossyCodec | None) -> int:
-    """Bytes that a call sends from this rank."""
-    counters.reset()
-    call(Call(api(codec), everyone, rank, codec or Round()))
-    return sum(row["wire_bytes"] for row in counters.rows())
-
-
-@runner.together(2, full="large messages")
-def bytes_sent(rank: int, ranks: int) -> None:
-    """Never more than lossless calls send."""
-    calls = (
-        lossy_calls.all_reduce,
-        lossy_calls.reduce_scatter_tensor,
-        lossy_calls.to_several_owners,
-        lossy_calls.exchange,
-    )
-    found = {}
-    for dtype in (torch.bfloat16, torch.float32):
-        for fill, kept in FILLED.items():
-            everyone = [with_zeros(peer, dtype, kept) for peer in range(ranks)]
-            for call in calls:
-                lossless = sent(call, everyone, rank, None)
-                for codec in CODECS:
-                    if not isinstance(codec, Zfp):  # a fixed rate, for comparison only
-                        share = sent(call, everyone, rank, codec) / lossless
-                        found[f"{call.__name__} of {fill} {dtype} by {codec}"] = share
-                        assert share <= MOST, found
-    assert found["exchange of dense torch.bfloat16 by round mantissa 3"] < 0.7
 
 
 @runner.together(2, 1, 0.85, full="large messages")
