@@ -136,7 +136,7 @@ def folding(lab: Lab) -> None:
 
 
 #: Arguments of torch's checkpoint().
-AGAIN = {"use_reentrant": False}
+AGAIN, REENTRANT = {"use_reentrant": False}, {"use_reentrant": True}
 HOST_BASE = {"stage": 3, "stage3_param_persistence_threshold": 0}
 Case = Callable[[Lab], None]
 make = functools.partial
@@ -149,6 +149,7 @@ CASES: dict[int, dict[str, Case]] = {
         "top-1 no drop": make(native, drop_tokens=False),
         "top-1 checkpointing": make(native, checkpointing=AGAIN),
         "top-2": make(native, k=2),
+        "top-2 checkpointing, dropout": make(native, k=2, dropout=0.1, checkpointing=REENTRANT),
         "top-2 no drop": make(native, k=2, drop_tokens=False),
         "top-4": make(native, k=4, experts=16),
         "top-4 no drop": make(native, k=4, experts=16, drop_tokens=False),
