@@ -22,6 +22,7 @@ from lossy_calls import CODECS, EVERYTHING, Call, api, normal, same, with_specia
 from moves import AUTO, CODED, turn, wait
 
 from ds_zipccl import comm
+from ds_zipccl.benchmarks.links import slots
 from ds_zipccl.codecs import project
 from ds_zipccl.comm import request
 from ds_zipccl.comm.buffer_pool import PooledBuffers
@@ -61,6 +62,36 @@ def by_definition(rank: int, ranks: int) -> None:
             unchanged = not exact.numel() or (call is lossy_calls.reduce and rank != args.own.numel() % ranks)
             assert torch.equal(exact, rounded) == unchanged, call.__name__
     assert not any(row["passed"] for row in counters.rows())
+
+
+#: `reduce` has no schedule in stream order.
+ON_STREAMS = tuple(call for call in EVERYTHING if call is not lossy_calls.reduce)
+
+
+def by_definition_on_streams(rank: int, ranks: int, nodes: levels.Nodes) -> None:
+    """Groups in stream order on CPUs (benchmarks/links/slots.py), in one level and in two."""
+    levels.pretend(nodes)
+    ways = [
+        {"nccl": "on", "nccl_min_bytes": 0} | way
+        for way in ({}, {"codec": "raw"}, {"staging_mib": 1}, {"check": "shadow"})
+    ]
+    for call, args in lossy_calls.every_way(
+        rank, ranks, ON_STREAMS, ways, 5_003, nodes=nodes if len(nodes[0]) > 1 else ()
+    ):
+        try:
+            same(*call(args))
+        except AssertionError as error:
+            raise AssertionError(f"{call.__name__} by {args.api}: {error}") from error
+    assert not any(row["passed"] for row in counters.rows()), counters.rows()
+    assert {found["exact"].get("not finite") for found in counters.lossy()} != {None}
+
+
+@pytest.mark.parametrize(
+    ("nodes", "each"),
+    [(2, 1), *(pytest.param(*some, marks=pytest.mark.full(reason="slow")) for some in ((4, 1), (2, 2)))],
+)
+def test_calls_in_stream_order_have_the_bits_of_their_definition(nodes: int, each: int) -> None:
+    runner.run(by_definition_on_streams, nodes * each, levels.nodes_of(nodes, each), backend=slots.NAME, timeout=500)
 
 
 @runner.together(2)

@@ -3,9 +3,7 @@ captures, odd groups, large tensors."""
 
 from __future__ import annotations
 
-import gc
 import time
-import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -375,31 +373,6 @@ def alone(rank: int, ranks: int) -> None:
 def test_groups_of_one(route: CudaBackend) -> None:
     world.run(alone, 2, route=route)
     assert reasons() == {PassReason.ONE_RANK.value: 4}
-
-
-def passing_groups(rank: int, ranks: int, rounds: int) -> tuple[int, int]:
-    """Groups that are made, used and destroyed. Returns the groups' states that are left, and the live bytes at the end."""
-    found = []
-    for number in range(rounds):
-        order = [list(range(ranks)), list(range(ranks - 1))][number % 2]
-        group = dist.new_group(order)
-        if rank in order:
-            for case in CASES:
-                mode = ["always", "auto"][number % 2]
-                once(case, rank, len(order), 500, number, group, later=bool(number & 2), mode=mode)
-            found.append(weakref.ref(states.group_state(group)))  # type: ignore[type-var]
-            dist.destroy_process_group(group)
-        del group
-    gc.collect()
-    once("gather", rank, ranks)
-    return sum(one() is not None for one in found), mine().allocator.live
-
-
-@pytest.mark.full(reason="slow; random programs have groups in the short tier")
-def test_groups_come_and_go(route: CudaBackend) -> None:
-    few, many = (world.run(passing_groups, 3, rounds, seed=5, route=route).values for rounds in (4, 8))
-    assert [states for states, _ in many] == [0, 0, 0]
-    assert [live for _, live in many] == [live for _, live in few]
 
 
 def mixed(rank: int, ranks: int) -> None:
