@@ -104,25 +104,6 @@ def test_turns(tmp_path: Path) -> None:
     assert order == ["others end", "alone begins", "alone ends", "last begins", "last ends"]
 
 
-def test_one_network_at_a_time(tmp_path: Path) -> None:
-    first, second = tiers.Turns(tmp_path), tiers.Turns(tmp_path)
-    ended: list[int] = []
-
-    def run() -> None:
-        with second.turn(network=True):
-            ended.append(2)
-
-    with first.turn(network=True):
-        with second.turn():
-            pass
-        thread = threading.Thread(target=run)
-        thread.start()
-        thread.join(0.2)
-        ended.append(1)
-    thread.join(60)
-    assert ended == [1, 2]
-
-
 def test_files_are_kept_by_content(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DS_ZIPCCL_CACHE", str(tmp_path))
     made = []

@@ -167,22 +167,6 @@ def incompressible(rank: int, ranks: int) -> None:
     assert all(ratio > 1.4 for ratio in ratios[-20:])
 
 
-@runner.together(4, 2)
-@runner.together(6, 2, full="six ranks on two cores")
-@runner.together(6, 3, full="six ranks on two cores")
-def by_nodes(rank: int, ranks: int, nodes: int) -> None:
-    """Gathers where some ranks share a node: the bits are right, and a shard enters a node once."""
-    group_state(None).nodes = [list(range(first, first + ranks // nodes)) for first in range(0, ranks, ranks // nodes)]
-    frames = (nodes - 1) + (ranks // nodes - 1) * nodes  # that a rank sends
-    for step in range(4):
-        counters.reset()
-        got = torch.zeros(NUMEL * ranks, dtype=torch.bfloat16)
-        mine = got[rank * NUMEL :][:NUMEL].copy_(own(rank, step)) if step % 2 else own(rank, step)
-        comm.all_gather_into_tensor(got, mine, config=AUTO)
-        corpus.assert_same_bits(got, torch.cat([own(peer, step) for peer in range(ranks)]))
-        assert counters.totals()["logical_bytes"] / mine.nbytes == frames
-
-
 def test_topology() -> None:
     assert topology.levels([[0, 2], [1, 3]]) and not topology.levels([[0, 1, 2]])
     assert not topology.levels([[0], [1]]) and not topology.levels([[0, 1], [2]])

@@ -8,7 +8,6 @@ import shutil
 import subprocess
 import sys
 import zipfile
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +24,7 @@ import pytest
 import wheels
 import where
 from places import ROOT
-from step_runner import FAILED, HUNG, MISSING, NO_TIME, NOT_RUN, PASSED, SLOW, Result, Runner, Step
+from step_runner import FAILED, HUNG, MISSING, NO_TIME, NOT_RUN, PASSED, SLOW, Result, Step
 from test_gpu_steps import COLLECT, GOOD, STEPS, alive, python, ran, run
 
 from ds_zipccl.benchmarks.codec import floors
@@ -342,35 +341,6 @@ def test_the_service_of_ranks_that_share_a_gpu_ends(
         mps.start(tmp_path)
 
 
-@pytest.mark.parametrize("way", ["works", "refused", "absent"])
-def test_ranks_share_a_gpu_by_the_service_first(way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without it where it is not there or refuses. The daemon of a refusal ends at once, the other one with the run."""
-    import test_nccl
-
-    if way != "absent":
-        stand_in(tmp_path)
-    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
-    monkeypatch.setenv(figures.SCRATCH, str(tmp_path))
-    monkeypatch.setenv(figures.VARIABLE, f"{tmp_path}/figures")
-    calls = []
-
-    def launch(program: str, ranks: int, seconds: float, settings: dict[str, str]) -> list[dict[str, Any]]:
-        calls.append(mps.PIPE in settings)
-        assert way != "refused" or not calls[-1], "no MPS here"
-        return [{"done": {}, "figures": {"tiny_ms": 0.5}}] * 2
-
-    monkeypatch.setattr(test_nccl, "launch", launch)
-    try:
-        test_nccl.test_probe_of_two_ranks_on_nccl()
-        told = figures.read(tmp_path / "figures")
-        assert told["works"] == ("with MPS" if way == "works" else "as planned") and told["tiny_ms"] == 0.5
-        assert (mps.PIPE in figures.told("nccl")) == (way == "works") == bool(mps.users(tmp_path))
-        assert calls == {"works": [True], "refused": [True, False], "absent": [False]}[way]
-    finally:
-        mps.stop(tmp_path)
-    assert not mps.users(tmp_path)
-
-
 def test_a_wheel_is_found_by_the_process_that_unpacked_it(tmp_path: Path) -> None:
     """As the step "machine" unpacks, and then looks for parts."""
     folder, about = tmp_path / "wheels", "zipccl_probe-1.dist-info"
@@ -387,23 +357,6 @@ def test_a_wheel_is_found_by_the_process_that_unpacked_it(tmp_path: Path) -> Non
     words = [*python(found), str(folder), str(tmp_path / wheels.SITE)]
     said = subprocess.run(words, env=gpu.environment(tmp_path), capture_output=True, text=True, timeout=120, check=True)
     assert said.stdout.split() == ["False", "True"]
-
-
-def test_the_service_ends_with_a_run_that_breaks_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    stand_in(tmp_path)
-    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
-    folders: list[Path] = []
-
-    def run_(self: Runner, planned: Sequence[Step]) -> list[Result]:
-        folders.append(Path(self._environment[figures.SCRATCH]))
-        mps.start(folders[0])
-        assert mps.users(folders[0])
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(Runner, "run", run_)
-    with pytest.raises(KeyboardInterrupt):
-        gpu.main(["--out", str(tmp_path / "out")])
-    assert not mps.users(folders[0])
 
 
 SKIPPING = """

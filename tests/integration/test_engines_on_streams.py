@@ -209,22 +209,6 @@ def test_four_ranks_move_as_plain(tmp_path: Path) -> None:
         assert sum(row["calls"] for row in rows(coded[case])[GATHERS]) > 0, case
 
 
-@pytest.mark.full(reason="nine seconds; test_device_lossy.py has the roles")
-def test_lossy_roles_train_as_on_gloo(two: tuple[Run, Run], tmp_path: Path) -> None:
-    """Gradients and messages of experts that a codec changes: other bits than lossless training has, and those of gloo groups."""
-    codecs = {"zero_grad": {"codec": "round", "mantissa": 3}, "ep": {"codec": "round", "mantissa": 4}}
-    given = on_streams(json.dumps({**SECTION, "lossy": True, "roles": codecs}))
-    runs = []
-    for backend in (slots.NAME, ""):
-        folder = tmp_path / (backend or "gloo")
-        folder.mkdir()
-        runs.append(launch(__file__, 2, folder, *SHORT, **{**given, "BACKEND": backend}))
-    for case in SHORT:
-        assert bits(runs[0][case]) == bits(runs[1][case]) != bits(two[0][case]), case
-        sums = rows(runs[0][case])[SCATTERS if "zero3" in case else OWNERS]
-        assert all(row["calls"] and not set(row["reasons"]) - set(MAY_PASS) for row in sums), sums
-
-
 @pytest.mark.full(reason="the kernels are slow")
 def test_emulated_kernels_send_as_many_bytes(two: tuple[Run, Run], tmp_path: Path) -> None:
     """The emulated CUDA kernels in place of the C++ ones: the same bits, calls, bytes and differences."""
