@@ -106,13 +106,3 @@ def test_doctor(python: str) -> None:
     problem, remedy, *rest = (line.strip() for line in said[at + 1 :])
     assert problem.startswith("deepspeed: not installed (rank 0 on ") and "rank 1 on " in problem
     assert remedy.startswith("to do: pip install deepspeed") and not rest
-
-
-@pytest.mark.full(reason="three runs of pytest")
-def test_the_tests_that_are_left_out_are_named(python: str) -> None:
-    """In a quiet run too; and a run that is to have all tests is refused."""
-    words = ("-m", "pytest", "-q", "-p", "no:cacheprovider", str(ROOT / "tests/integration/test_config.py"), "-k", "defaults")  # fmt: skip
-    (line,) = [line for line in run(python, *words).splitlines() if line.startswith("not collected")]
-    names = line.partition(": ")[2].split(", ")
-    assert "tests/integration/test_engines.py" in names and all((ROOT / name).is_file() for name in names), names
-    run(python, *words, "--need-deepspeed", status=pytest.ExitCode.USAGE_ERROR)

@@ -16,7 +16,7 @@ import test_owners as to_owners
 import tiers
 import torch
 import torch.distributed as dist
-from levels import Nodes, nodes_of
+from levels import CALLS, Nodes, nodes_of
 from sim.device import machine
 
 from ds_zipccl import comm
@@ -25,7 +25,6 @@ from ds_zipccl.comm.device import sums as device_sums
 from ds_zipccl.comm.device.bases.agreed import Agreed
 from ds_zipccl.comm.device.streams import Stage, streams_of
 from ds_zipccl.comm.group_state import group_state
-from ds_zipccl.comm.ops.reduce_to_owners import Owners
 from ds_zipccl.config import ConfigError, ZipcclConfig
 from ds_zipccl.kernels.cuda.backend import CudaBackend, Own
 from ds_zipccl.policy import cost_model, wire
@@ -232,23 +231,6 @@ def test_planted_mistakes_are_noticed(route: CudaBackend, mistake: str, monkeypa
 # --- bytes between nodes
 
 NUMEL = 1 << 16
-
-
-def balanced(ranks: int) -> Owners:
-    return [(NUMEL // ranks, (rank,)) for rank in range(ranks)]
-
-
-CALLS: dict[str, Callable[..., Any]] = {
-    "reduce_scatter_tensor": lambda x, ranks, **more: comm.reduce_scatter_tensor(
-        x.new_empty(len(x) // ranks), x, **more
-    ),
-    "reduce_scatter": lambda x, ranks, **more: comm.reduce_scatter(x.new_empty(len(x) // ranks), list(x.chunk(ranks)), **more),
-    "all_reduce": lambda x, ranks, **more: comm.all_reduce(x, **more),
-    "balanced": lambda x, ranks, **more: comm.reduce_to_owners(x, balanced(ranks), **more),
-    "gather": lambda x, ranks, **more: comm.all_gather_into_tensor(x.new_empty(len(x)), x[: len(x) // ranks].clone(), **more),
-    "one owner": lambda x, ranks, **more: comm.reduce_to_owners(x, [(len(x), (1,))], **more),
-    "all own all": lambda x, ranks, **more: comm.reduce_to_owners(x, [(len(x), range(ranks))], **more),
-}  # fmt: skip
 
 
 def sent_between(
