@@ -328,7 +328,10 @@ def totals(nodes: int, each: int, plant: Callable[[], None] | None = None) -> di
     return {name: [sum(column) for column in zip(*(one[name] for one in of_ranks))] for name in of_ranks[0]}
 
 
-@pytest.mark.parametrize(("nodes", "each"), [(2, 4), pytest.param(4, 2, marks=pytest.mark.full(reason="eight ranks"))])
+@pytest.mark.parametrize(
+    ("nodes", "each"),
+    [(2, 2), *(pytest.param(*shape, marks=pytest.mark.full(reason="eight ranks")) for shape in ((2, 4), (4, 2)))],
+)
 def test_no_more_bytes_between_nodes_than_a_ring(nodes: int, each: int) -> None:
     found = totals(nodes, each)
     for call, (raw, with_codec) in found.items():

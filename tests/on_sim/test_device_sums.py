@@ -260,11 +260,10 @@ def totals(
 
 
 RAW = {**ALWAYS, "codec": "raw"}
+SHAPES = [(2, 2), *(pytest.param(*shape, marks=pytest.mark.full(reason="eight ranks")) for shape in ((2, 4), (4, 2)))]
 
 
-@pytest.mark.parametrize(
-    ("nodes", "each"), [(2, 4), pytest.param(4, 2, marks=pytest.mark.full(reason="two nodes are in the short tier"))]
-)
+@pytest.mark.parametrize(("nodes", "each"), SHAPES)
 def test_no_more_bytes_between_nodes_than_a_ring(route: CudaBackend, nodes: int, each: int) -> None:
     found, ranks = totals(route, nodes, each, {"raw": RAW, "coded": ALWAYS, "plain": PLAIN}, list(CALLS)), nodes * each
     for name in CALLS:
@@ -276,9 +275,7 @@ def test_no_more_bytes_between_nodes_than_a_ring(route: CudaBackend, nodes: int,
         assert plain <= (1 if passes else 0.51) * 1.001 * ring, (name, plain / ring)
 
 
-@pytest.mark.parametrize(
-    ("nodes", "each"), [(2, 4), pytest.param(4, 2, marks=pytest.mark.full(reason="two nodes are in the short tier"))]
-)
+@pytest.mark.parametrize(("nodes", "each"), SHAPES)
 def test_a_gather_in_two_levels_enters_each_node_once(
     route: CudaBackend, monkeypatch: pytest.MonkeyPatch, nodes: int, each: int
 ) -> None:
