@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import fcntl
 import itertools
 import os
-import threading
 import time
 from collections import defaultdict
 from dataclasses import replace
@@ -67,60 +65,6 @@ def test_planted_mistakes_have_turns() -> None:
         tiers.by_turns(items, run)
         turns += [number for number, item in enumerate(items) if not item.add_marker.called]
     assert sorted(turns) == sorted([*range(10), 0, 0, 4, 4, 8, 8]), "the marked ones once, the others always"
-
-
-def test_turns(tmp_path: Path) -> None:
-    """Tests run at a time; a test that runs alone waits until they are over, and tests that come later wait behind it."""
-    first, second, alone, last = (tiers.Turns(tmp_path) for _ in range(4))
-    order: list[str] = []
-
-    def take(turns: tiers.Turns, name: str, **how: bool) -> threading.Thread:
-        def run() -> None:
-            with turns.turn(**how):
-                order.append(f"{name} begins")
-                order.append(f"{name} ends")
-
-        thread = threading.Thread(target=run)
-        thread.start()
-        return thread
-
-    def is_locked(name: str) -> bool:
-        with (tmp_path / name).open() as file:
-            try:
-                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-            except BlockingIOError:
-                return True
-            return False
-
-    with first.turn():
-        with second.turn():
-            waiting = [take(alone, "alone", alone=True)]
-            while not is_locked("gate"):
-                time.sleep(0.001)
-            waiting.append(take(last, "last"))
-        order.append("others end")
-    for thread in waiting:
-        thread.join(60)
-    assert order == ["others end", "alone begins", "alone ends", "last begins", "last ends"]
-
-
-def test_one_network_at_a_time(tmp_path: Path) -> None:
-    first, second = tiers.Turns(tmp_path), tiers.Turns(tmp_path)
-    ended: list[int] = []
-
-    def run() -> None:
-        with second.turn(network=True):
-            ended.append(2)
-
-    with first.turn(network=True):
-        with second.turn():
-            pass
-        thread = threading.Thread(target=run)
-        thread.start()
-        thread.join(0.2)
-        ended.append(1)
-    thread.join(60)
-    assert ended == [1, 2]
 
 
 def test_files_are_kept_by_content(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,6 @@ from pathlib import Path
 
 import environments
 import pytest
-import torch
 from places import ROOT
 
 LACKING = ("deepspeed", "pydantic")
@@ -100,21 +99,6 @@ def test_fsdp(python: str, tmp_path: Path) -> None:
     assert lines[1]["differences"]["as differences"] and lines[1]["roles"]["zero_grad"]["ratio"] > 1.3
 
 
-@pytest.mark.full(reason="four seconds; doctor stays")
-def test_report(python: str) -> None:
-    """The sections for DeepSpeed say that it is not here; the routes work."""
-    words = ("-m", "ds_zipccl", "report", "--require", "cpu")
-    said = run(python, *words)
-    assert "No module named 'deepspeed'" in said
-    assert [line.split() for line in said.splitlines() if line.startswith("  cpu ")] == [
-        ["cpu", "native", "usable"], ["cpu", "numba", "usable"],
-    ]  # fmt: skip
-    if not torch.cuda.is_available():
-        assert (
-            run(python, *words, "--require", "cuda", status=1).splitlines()[-1].startswith("not every route for CUDA")
-        )
-
-
 def test_doctor(python: str) -> None:
     """One line for both ranks and the remedy, in place of a line for each hook."""
     said = run(python, "-m", "ds_zipccl", "doctor", status=1).splitlines()
@@ -122,19 +106,3 @@ def test_doctor(python: str) -> None:
     problem, remedy, *rest = (line.strip() for line in said[at + 1 :])
     assert problem.startswith("deepspeed: not installed (rank 0 on ") and "rank 1 on " in problem
     assert remedy.startswith("to do: pip install deepspeed") and not rest
-
-
-@pytest.mark.full(reason="three runs of pytest")
-def test_the_tests_that_are_left_out_are_named(python: str) -> None:
-    """In a quiet run too; and a run that is to have all tests is refused."""
-    words = ("-m", "pytest", "-q", "-p", "no:cacheprovider", str(ROOT / "tests/integration/test_config.py"), "-k", "defaults")  # fmt: skip
-    (line,) = [line for line in run(python, *words).splitlines() if line.startswith("not collected")]
-    names = line.partition(": ")[2].split(", ")
-    assert "tests/integration/test_engines.py" in names and all((ROOT / name).is_file() for name in names), names
-    run(python, *words, "--need-deepspeed", status=pytest.ExitCode.USAGE_ERROR)
-
-
-@pytest.mark.full(reason="half a minute on a busy machine; the other tests stay")
-def test_bench_comm(python: str) -> None:
-    words = "-m ds_zipccl bench comm --op all_gather all_reduce --numel 64K --repeats 2"
-    assert " coded " in run(python, *words.split())

@@ -79,18 +79,6 @@ def test_times_are_told_by_role(monkeypatch: pytest.MonkeyPatch) -> None:
 TIMES = ("exchange_ms", "quiet_ms", "of_plain", "of_coded")
 
 
-@pytest.mark.full(reason="two trainings with transformers")
-def test_tensor_parallelism_with_a_lossy_role(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    pytest.importorskip("transformers")
-    words = "bench train --workload tp --steps 3 --skip 1 --size tiny --set lossy=true"
-    plain, coded = outcome(tmp_path, words, 'roles={"tp": {"codec": "round", "mantissa": 3}}')["rows"]
-    assert coded["params_sha256"] != plain["params_sha256"]
-    assert coded["wire_bytes"] < 0.55 * coded["logical_bytes"]
-    said = capsys.readouterr().out
-    assert "tp round mantissa 3 forward and backward is lossy: its losses are off by up to" in said
-    assert "bits: equal among our runs" in said
-
-
 def test_variants_with_settings_of_their_own() -> None:
     assert find("coded") is VARIANTS["coded"] and not find("coded").changes
     one = find("ep=round:3,zero_grad=powersgd:8:start_step=2")

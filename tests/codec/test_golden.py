@@ -21,7 +21,6 @@ import from_format_lowrank
 import from_format_rounded
 import from_format_rows
 import from_format_scaled
-import from_format_zfp
 import numpy as np
 import pytest
 import row_cases
@@ -231,7 +230,7 @@ def _scaled_words(name: str) -> torch.Tensor:
 def _of_words(
     words: torch.Tensor,
     codec: LossyCodec,
-    document: Callable[[bytes], tuple[Sequence[int], Sequence[int]]],
+    document: Callable[[bytes], tuple[Sequence[int], Sequence[int]]] | None,
     block: int = 128,
     checksum: bool = False,
     kinds: Sequence[variants.Variant] = variants.COMPILED,
@@ -288,15 +287,8 @@ def _lowrank(name: str) -> Case:
 
 
 def _zfp(dtype: torch.dtype, rate: int) -> Case:
-    words = test_zfp._finite(150, dtype, rate)
-    return _of_words(
-        words,
-        Zfp(rate),
-        lambda golden: (
-            from_format_zfp.decode(golden), from_format_zfp.project(words_of(words), framing.DTYPE_IDS[dtype], rate)
-        ),
-        kinds=variants.ONCE,
-    )  # fmt: skip
+    """Of words of 16 bits; test_zfp.py has the streams of the reference library, which are of float32, and what both have in common."""
+    return _of_words(test_zfp._finite(150, dtype, rate), Zfp(rate), None, kinds=variants.ONCE)
 
 
 def _row(case: row_cases.RowCase) -> Case:

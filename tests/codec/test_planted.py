@@ -386,7 +386,9 @@ PRODUCT_SUMS = calls(
 COLUMNS = test_lowrank.test_columns_become_orthonormal_bit_for_bit
 PARTS = test_lowrank.test_threads_and_flushed_denormals_change_no_product
 STREAMS = calls(test_zfp.test_streams_of_the_reference_library, ("auto",))
-NUMBERS = calls(test_zfp.test_a_codec_written_from_the_document_agrees, *(("auto", dtype) for dtype in test_zfp.DTYPES))
+NUMBERS = calls(
+    test_zfp.test_numbers_are_rounded_to_the_nearest_finite_values, ("auto", torch.float32), ("auto", torch.bfloat16)
+)
 NOT_FINITE = calls(test_zfp.test_nothing_that_is_not_finite_disappears, ("auto", torch.bfloat16, torch.inf))
 EXTREMES = calls(test_zfp.test_extreme_blocks, ("auto", torch.float16), ("auto", torch.float32))
 PROJECTIONS = calls(test_lossy_codecs.test_every_frame_decodes_to_the_projection, ("auto", Zfp(6), "fp16"))

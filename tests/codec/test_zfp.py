@@ -8,18 +8,15 @@ from collections.abc import Sequence
 from typing import Any
 
 import corpus
-import from_format_zfp
 import numpy as np
 import pytest
 import torch
 import variants
 import zfp_reference
-from corpus import assert_same_bits, words_of
+from corpus import assert_same_bits
 
 from ds_zipccl import codecs, kernels
-from ds_zipccl import frame as framing
 from ds_zipccl.codecs import compress, decompress, project
-from ds_zipccl.frame import CodecId
 from ds_zipccl.lossy import Zfp
 
 DTYPES = codecs.LOSSY_DTYPES
@@ -74,36 +71,55 @@ def test_streams_of_the_reference_library(route: str) -> None:
     assert coded > 80 and random_streams > 20 and clamped
 
 
-# --- the document
+# --- other dtypes, and exponents that the library's streams have not
+
+
+def _nearest(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The nearest finite words of a dtype."""
+    largest = torch.finfo(dtype).max
+    return values.clamp(-largest, largest).to(dtype)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=NAMES.get)
-def test_a_codec_written_from_the_document_agrees(route: str, dtype: torch.dtype) -> None:
-    for seed, numel in enumerate(_fewer(route, (0, 1, 2, 3, 4, 5, 7, 16, 33, 130), (0, 2, 3, 5, 130))):
+def test_words_of_every_dtype_are_coded_as_those_of_float32(route: str, dtype: torch.dtype) -> None:
+    """Behind a header that names the rate; the values are those of float32, rounded to the dtype."""
+    kernel = kernels.lossy_route(route, "cpu", "encode_zfp")
+    for seed, numel in enumerate(_fewer(route, (1, 2, 3, 4, 5, 7, 16, 33, 130), (2, 3, 5, 130))):
         for rate in _fewer(route, (4, 7, 13, 24), (7, 24)):
-            tensor, key = _finite(numel, dtype, 10 * seed + rate), framing.DTYPE_IDS[dtype]
-            frame, projected = _frame(tensor, rate, route), project(tensor, Zfp(rate), route=route)
-            wanted = from_format_zfp.encode(words_of(tensor), key, rate)
-            assert words_of(projected) == from_format_zfp.project(words_of(tensor), key, rate)
-            if wanted is None:
-                assert frame[5] != CodecId.ZFP1
-            else:
-                assert frame.numpy().tobytes() == wanted
-                assert words_of(decompress(frame, route=route)) == from_format_zfp.decode(wanted)
+            tensor, values = _finite(numel, dtype, 10 * seed + rate), torch.empty(numel)
+            codes = torch.empty(_size(numel, rate) - 16, dtype=torch.uint8)
+            assert kernel.encode_zfp(tensor.float(), rate, codes)
+            kernel.decode_zfp(codes, rate, values)
+            wanted, frame = _nearest(values, dtype), _frame(tensor, rate, route)
+            assert_same_bits(project(tensor, Zfp(rate), route=route), wanted)
+            assert_same_bits(decompress(frame, route=route), wanted)
+            if _size(numel, rate) < tensor.nbytes:
+                assert frame[32:48].tolist() == [rate, *[0] * 15] and torch.equal(frame[48:], codes)
 
 
-@pytest.mark.parametrize("rate", [3, 8, 13, 32])
-def test_any_codes_have_the_words_of_the_document(route: str, rate: int) -> None:
-    """Random codes, exponents of 0 and 255 among them, in payloads that no encoder writes."""
-    rng = random.Random(rate)
-    for dtype in DTYPES:
-        for numel in (1, 2, 6, 24):
-            codes = bytearray(rng.randbytes(8 * -(-4 * rate * -(-numel // 4) // 64)))
-            codes[0], codes[1] = codes[0] | 1, rng.choice((0, 1, codes[1]))
-            frame = from_format_zfp.frame_of(bytes(codes), framing.DTYPE_IDS[dtype], rate, numel)
-            decoded = decompress(torch.frombuffer(bytearray(frame), dtype=torch.uint8), route=route)
-            assert decoded.isfinite().all()
-            assert words_of(decoded) == from_format_zfp.decode(frame)
+def _constant(number: int, exponent: int) -> bytes:
+    """The codes, 32 bits for each value, of a block that has one number four times: its other coefficients are zeros."""
+    flip, bits = 0xAAAAAAAA, f"{exponent:08b}1"[::-1]
+    for plane in f"{(number + flip) % (1 << 32) ^ flip:032b}":
+        bits += f"{plane}0" if len(bits) > 9 and "1" in bits[9:] else "110" if plane == "1" else "0"
+    return int(bits[::-1], 2).to_bytes(16, "little")
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=NAMES.get)
+def test_numbers_are_rounded_to_the_nearest_finite_values(route: str, dtype: torch.dtype) -> None:
+    """Ties to even, to subnormal values and to the largest one; by any exponent, also 0 and 255, which no encoder writes."""
+    draw = random.Random(1)
+    ties = [((1 << 23) + draw.randrange(1 << 7) << shift) + (1 << shift - 1) for shift in range(1, 8) for _ in range(3)]
+    numbers = [0, 1, (1 << 31) - 1, *ties, *(draw.randrange(1 << draw.randrange(1, 31)) for _ in range(20))]
+    cases = [
+        (sign * number, draw.choice((0, 1, 9, 20, 30, 120, 157, 254, 255))) for number in numbers for sign in (1, -1)
+    ]
+    codes = torch.frombuffer(bytearray(b"".join(_constant(*case) for case in cases)), dtype=torch.uint8)
+    kernel, decoded = kernels.lossy_route(route, "cpu", "decode_zfp"), torch.empty(4 * len(cases), dtype=dtype)
+    kernel.decode_zfp(codes, 32, decoded)
+    exact = torch.tensor([number * 2.0 ** (exponent - 157) for number, exponent in cases], dtype=torch.float64)
+    wanted = _nearest(_nearest(exact, torch.float32), dtype).repeat_interleave(4)
+    assert torch.equal(decoded, wanted)
 
 
 # --- frames

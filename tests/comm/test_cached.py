@@ -10,9 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +25,7 @@ from ds_zipccl import comm
 from ds_zipccl.codecs import decompress
 from ds_zipccl.comm import topology
 from ds_zipccl.comm.bases import host_memory, shared
+from ds_zipccl.comm.group_state import group_state
 from ds_zipccl.comm.host import cached, frames
 
 
@@ -189,11 +188,17 @@ def damaged_shared_copy(rank: int, ranks: int) -> None:
 
 @runner.together(4)
 def ranks_of_a_node_share_a_copy(rank: int, ranks: int) -> None:
-    """Two nodes of two ranks, each of which has one copy: an edit on one rank is a miss of all, and copies are compared by hash."""
+    """Two nodes of two ranks, each of which has one copy: an edit on one rank is a miss of all, and copies are compared by hash. Shards
+    come straight, or by way of the other rank of a node."""
     topology.here = lambda: "left" if rank < 2 else "right"
-    one = Rank(rank, ranks)
-    assert one.slots[0].node_ranks == ([0, 1] if rank < 2 else [2, 3])
-    one.settle()
+    assert comm.allocate_bases([], "host", dist.group.WORLD) == []
+    for nodes in ([], [[0, 1], [2, 3]]):
+        group_state(None).nodes = nodes
+        one = Rank(rank, ranks)
+        assert one.slots[0].node_ranks == ([0, 1] if rank < 2 else [2, 3])
+        one.settle()
+        one.step(2)
+        assert one.gather(0, 2)[0] == {MISS: 1, "": 2}
     if rank == 3:
         by_data(one)
     assert one.gather(0, 2)[0][MISS] == 1
@@ -444,37 +449,6 @@ def fitting(rank: int, ranks: int) -> None:
     assert [limit for _, limit in found] == [1_155_600, 900_000, 387_000, 1_000, 0, 0]
 
 
-#: The start of each rank: two here, one that sees the processes of its PID namespace alone, and one that sees all in /proc.
-STARTS: list[list[str]] = [[], [], ["--mount-proc"], ["--fork"]]
-
-
-def in_namespace(rank: int, folder: str) -> None:
-    store, ranks = dist.FileStore(f"{folder}/store", len(STARTS)), len(STARTS)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=60))
-    trainer = Trainer(rank, ranks, "host")
-    trainer.gather(0, 2)
-    trainer.step()
-    assert trainer.gather(0, 2) == {"": 1}
-    print(os.getpid() == 1, list(trainer.kept[0].node_ranks))
-    dist.barrier()
-    dist.destroy_process_group()
-
-
-@pytest.mark.skipif(os.geteuid() != 0 or not shutil.which("unshare"), reason="PID namespaces need root and unshare")
-@pytest.mark.full(reason="eleven seconds")
-def test_ranks_in_several_pid_namespaces_share_nothing(tmp_path: Path) -> None:
-    """Numbers of processes mean other processes there. Ranks of one namespace still share, and all gathers are right."""
-    program = "import sys, test_cached; test_cached.in_namespace(int(sys.argv[1]), sys.argv[2])"
-    become = "import os, sys; os.execvp(sys.argv[1], sys.argv[1:])"
-    commands = []
-    for rank, options in enumerate(STARTS):
-        alone = ["unshare", "--pid", "--fork", "--kill-child", *options] if options else []
-        commands.append(["-c", become, *alone, sys.executable, "-c", program, str(rank), str(tmp_path)])
-    ended = runner.whole_programs(*commands)
-    assert [status for status, *_ in ended] == [0] * len(STARTS), ended
-    assert [text.strip() for _, text, _ in ended] == ["False [0, 1]", "False [0, 1]", "True [2]", "True [3]"]
-
-
 def killed(rank: int, ranks: int, folder: Path) -> None:
     """Both ranks are killed, one after the other; the second one has the memory until then."""
     trainer = Trainer(rank, ranks, "host")
@@ -512,29 +486,6 @@ def holds(file: Path, name: str) -> bool:
     with contextlib.suppress(OSError):  # the process has ended
         return name in file.read_text()
     return False
-
-
-def at_once(rank: int, ranks: int, folder: Path, job: int) -> set[str]:
-    """One of two jobs of one program, which both have their memory before either goes on."""
-    trainer = Trainer(rank, ranks, "host")
-    trainer.gather(0)
-    Path(folder, f"{job} {rank}").touch()
-    deadline = time.monotonic() + 60
-    while len(list(folder.iterdir())) < 2 * ranks and time.monotonic() < deadline:
-        time.sleep(0.01)
-    trainer.seed += 10 * job  # the jobs step to different words
-    for _ in range(3):
-        trainer.step()
-        assert trainer.gather(0, 2) in ({"": 1}, {FULL: 1})
-    assert trainer.gather(0, 2) == {"": 1}
-    return mapped(os.getpid())
-
-
-def test_two_jobs_on_one_node_do_not_meet(tmp_path: Path) -> None:
-    with ThreadPoolExecutor() as pool:
-        jobs = [pool.submit(runner.run, at_once, 2, tmp_path, job) for job in range(2)]
-        (one, same), (other, alike) = (job.result() for job in jobs)
-    assert one == same and other == alike and len(one) == len(other) == 1 and one != other
 
 
 test_programs = runner.programs(__name__)

@@ -6,7 +6,6 @@ import gc
 import itertools
 import threading
 import weakref
-from typing import Any
 
 import pytest
 import ranks as runner
@@ -36,28 +35,6 @@ def own(rank: int, step: int, numel: int = NUMEL) -> torch.Tensor:
 
 
 # ---- bases -------------------------------------------------------------------------------------------------------------
-
-
-@runner.together(2)
-def engines_in_turn(rank: int, ranks: int) -> None:
-    """Bases come and go with their engines while the choice of a schedule goes on."""
-    tensor, ways = own(rank, 0), []
-    for cycle in range(12):
-        if rank == 0:
-            extra = [object() for _ in range(cycle * 17)]  # heaps differ, as those of programs do
-        kept = comm.allocate_bases([(NUMEL, torch.bfloat16)] * 4, "device", dist.group.WORLD)
-        for one in kept:
-            whole = torch.empty(ranks * NUMEL, dtype=torch.bfloat16)
-            comm.all_gather_into_tensor(whole, tensor, config=AUTO, role="zero_param", base=SharedBase([one]))
-            assert torch.equal(whole[rank * NUMEL :][:NUMEL], tensor)
-            ways.append(str(one.serial))
-        del kept, one
-        gc.collect()
-        if rank == 0:
-            del extra
-    told: list[Any] = [None] * ranks
-    dist.all_gather_object(told, ways)
-    assert told[0] == told[1] and len(set(ways)) == len(ways)
 
 
 def in_another_place(rank: int, ranks: int, kind: str) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import count
 from types import SimpleNamespace
@@ -22,6 +22,7 @@ from lossy_calls import CODECS, EVERYTHING, Call, api, normal, same, with_specia
 from moves import AUTO, CODED, turn, wait
 
 from ds_zipccl import comm
+from ds_zipccl.benchmarks.links import slots
 from ds_zipccl.codecs import project
 from ds_zipccl.comm import request
 from ds_zipccl.comm.buffer_pool import PooledBuffers
@@ -63,6 +64,36 @@ def by_definition(rank: int, ranks: int) -> None:
     assert not any(row["passed"] for row in counters.rows())
 
 
+#: `reduce` has no schedule in stream order.
+ON_STREAMS = tuple(call for call in EVERYTHING if call is not lossy_calls.reduce)
+
+
+def by_definition_on_streams(rank: int, ranks: int, nodes: levels.Nodes) -> None:
+    """Groups in stream order on CPUs (benchmarks/links/slots.py), in one level and in two."""
+    levels.pretend(nodes)
+    ways = [
+        {"nccl": "on", "nccl_min_bytes": 0} | way
+        for way in ({}, {"codec": "raw"}, {"staging_mib": 1}, {"check": "shadow"})
+    ]
+    for call, args in lossy_calls.every_way(
+        rank, ranks, ON_STREAMS, ways, 5_003, nodes=nodes if len(nodes[0]) > 1 else ()
+    ):
+        try:
+            same(*call(args))
+        except AssertionError as error:
+            raise AssertionError(f"{call.__name__} by {args.api}: {error}") from error
+    assert not any(row["passed"] for row in counters.rows()), counters.rows()
+    assert {found["exact"].get("not finite") for found in counters.lossy()} != {None}
+
+
+@pytest.mark.parametrize(
+    ("nodes", "each"),
+    [(2, 1), *(pytest.param(*some, marks=pytest.mark.full(reason="slow")) for some in ((4, 1), (2, 2)))],
+)
+def test_calls_in_stream_order_have_the_bits_of_their_definition(nodes: int, each: int) -> None:
+    runner.run(by_definition_on_streams, nodes * each, levels.nodes_of(nodes, each), backend=slots.NAME, timeout=500)
+
+
 @runner.together(2)
 def in_mode_auto(rank: int, ranks: int) -> None:
     """The results of mode always, also in a step whose other calls are plain."""
@@ -73,49 +104,8 @@ def in_mode_auto(rank: int, ranks: int) -> None:
     assert not any(row["passed"] for row in counters.rows())
 
 
-LARGE, WIDTH = 480_000, 96
 #: No call sends more than this many times the lossless bytes.
 MOST = 1.03
-
-
-#: Of 20 rows, how many are not zero: of dense tensors, of the buffers of a layer of experts, of the gradient of an embedding.
-FILLED = {"dense": 20, "half empty": 11, "sparse": 1}
-
-
-def with_zeros(rank: int, dtype: torch.dtype, kept: int) -> torch.Tensor:
-    rows = normal(rank, LARGE, dtype).view(-1, WIDTH)
-    rows[torch.arange(len(rows)) % 20 >= kept] = 0
-    return rows.view(-1)
-
-
-def sent(call: Callable[..., Any], everyone: Sequence[torch.Tensor], rank: int, codec: LossyCodec | None) -> int:
-    """Bytes that a call sends from this rank."""
-    counters.reset()
-    call(Call(api(codec), everyone, rank, codec or Round()))
-    return sum(row["wire_bytes"] for row in counters.rows())
-
-
-@runner.together(2, full="large messages")
-def bytes_sent(rank: int, ranks: int) -> None:
-    """Never more than lossless calls send."""
-    calls = (
-        lossy_calls.all_reduce,
-        lossy_calls.reduce_scatter_tensor,
-        lossy_calls.to_several_owners,
-        lossy_calls.exchange,
-    )
-    found = {}
-    for dtype in (torch.bfloat16, torch.float32):
-        for fill, kept in FILLED.items():
-            everyone = [with_zeros(peer, dtype, kept) for peer in range(ranks)]
-            for call in calls:
-                lossless = sent(call, everyone, rank, None)
-                for codec in CODECS:
-                    if not isinstance(codec, Zfp):  # a fixed rate, for comparison only
-                        share = sent(call, everyone, rank, codec) / lossless
-                        found[f"{call.__name__} of {fill} {dtype} by {codec}"] = share
-                        assert share <= MOST, found
-    assert found["exchange of dense torch.bfloat16 by round mantissa 3"] < 0.7
 
 
 @runner.together(2, 1, 0.85, full="large messages")

@@ -91,15 +91,16 @@ def followed(rank: int, ranks: int, later: bool, plant: Callable[[int], None] | 
                 handle.wait() if later else None
                 corpus.assert_same_bits(tensor, wanted)
                 ways.append(way)
-                counters.reset()
-                comm.all_reduce(tensor, config=CODED)
-                assert not any(row["passed"] for row in counters.rows())
+                if step % 10 == 0:
+                    counters.reset()
+                    comm.all_reduce(tensor, config=CODED)
+                    assert not any(row["passed"] for row in counters.rows())
                 engine.end_step(trained)
     return ways
 
 
 @pytest.mark.alone
-@pytest.mark.parametrize("later", [False, True])
+@pytest.mark.parametrize("later", [False, pytest.param(True, marks=pytest.mark.full(reason="alone for ten seconds"))])
 def test_the_faster_way_is_followed(later: bool) -> None:
     first, second = runner.run(followed, 2, later)
     assert first == second and set(first[:PHASE]) == {"plain", "frames"}
@@ -165,22 +166,6 @@ def incompressible(rank: int, ranks: int) -> None:
     coded = [ratio < 0.9995 for ratio in ratios[:40]]  # a raw frame adds nothing but its header
     assert sum(coded) <= 4 and coded[0]
     assert all(ratio > 1.4 for ratio in ratios[-20:])
-
-
-@runner.together(4, 2)
-@runner.together(6, 2, full="six ranks on two cores")
-@runner.together(6, 3, full="six ranks on two cores")
-def by_nodes(rank: int, ranks: int, nodes: int) -> None:
-    """Gathers where some ranks share a node: the bits are right, and a shard enters a node once."""
-    group_state(None).nodes = [list(range(first, first + ranks // nodes)) for first in range(0, ranks, ranks // nodes)]
-    frames = (nodes - 1) + (ranks // nodes - 1) * nodes  # that a rank sends
-    for step in range(4):
-        counters.reset()
-        got = torch.zeros(NUMEL * ranks, dtype=torch.bfloat16)
-        mine = got[rank * NUMEL :][:NUMEL].copy_(own(rank, step)) if step % 2 else own(rank, step)
-        comm.all_gather_into_tensor(got, mine, config=AUTO)
-        corpus.assert_same_bits(got, torch.cat([own(peer, step) for peer in range(ranks)]))
-        assert counters.totals()["logical_bytes"] / mine.nbytes == frames
 
 
 def test_topology() -> None:

@@ -91,33 +91,6 @@ def test_results_are_shown_with_their_origin(path: Path) -> None:
         assert fact in origin
 
 
-def test_training_results_are_shown(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Columns that results do not have are left out, and the picture stands above the table if there is one."""
-    monkeypatch.setattr(measured, "ROOT", tmp_path)
-    folder = tmp_path / "docs" / "results"
-    folder.mkdir(parents=True)
-    bare = {"workload": "zero3", "ranks": 2, "link": "1gbit", "variant": "coded", "step_ms": 440.7, "speedup": 1.463}
-    bare |= {"logical_bytes": 3 << 20, "wire_bytes": 2 << 20, "params_sha256": "0123456789abcdef"}
-    whole = {**bare, "nodes": 2, "comm_ms": 99.6, "comm_speedup": 2.349}
-    machine = {"system": "Linux", "processor": "EPYC", "processors": 1, "memory_bytes": None}
-    origin = {"date": "2026-01-02", "machine": machine, "versions": {"torch": "2.13.0"}}
-
-    def shown(page: Path, row: dict[str, Any] = whole) -> str:
-        content = {"command": "bench train", "rows": [row], **origin}
-        (folder / "train.json").write_text(json.dumps(content))
-        return str(trained.train(page))
-
-    readme, page = tmp_path / "README.md", tmp_path / "docs" / "page.md"
-    last = "| zero3 | 2 | 1gbit | our schedule, compressed | 441 | 3.1 | 2.1 | 0123456789ab | 1.46 |"
-    assert shown(readme, bare).splitlines()[-1] == last
-    last = "| zero3 | 2 | 2 | 1gbit | our schedule, compressed | 441 | 100 | 3.1 | 2.1 | 0123456789ab | 1.46 | 2.35 |"
-    assert shown(readme).splitlines()[-1] == last
-    assert "communication ms" in shown(readme) and "![" not in shown(readme)
-    (folder / "train.png").touch()
-    for place, picture in ((readme, "docs/results/train.png"), (page, "results/train.png")):
-        assert shown(place).startswith(f"![Steps, computing and communication apart]({picture})\n\nMeasured")
-
-
 def test_phases_of_a_training() -> None:
     """A peak, and the halves of the decay after it."""
     found = trained.phases([0, 0.5, 1, 0.95, 0.8, 0.6, 0.4, 0.2, 0.1, 0])
@@ -207,23 +180,6 @@ def test_matrix_says_what_the_policy_decides() -> None:
             based &= all(generate.admitted(op, role, device, place).with_base for op, role in operations[1:])
             based &= not (streams and column == "FSDP2")  # no sizes are agreed on
             assert ("differences" in text) == based, (device, place, column)
-
-
-def test_matrix_follows_the_code(monkeypatch: pytest.MonkeyPatch) -> None:
-    """NCCL without schedules, with some, with all, by default: the matrix and the sentence on NCCL change with the policy."""
-    operations = {op for traffic, _ in generate.TRAFFIC.values() for op, _ in traffic if not OPS[op].point_to_point}
-    gathers = {"all_gather_into_tensor"}
-    for on_device in (gathers, operations):
-        for op in operations:
-            monkeypatch.setitem(OPS, op, replace(OPS[op], on_device=op in on_device))
-        shown = generate.matrix(MATRIX)
-        nothing = on_device == gathers  # a column has sums, or exchanges, beside gathers
-        assert ("gain nothing yet" in shown) == nothing == ("| **CUDA, NCCL** | passes" in shown)
-        assert ("No network of GPUs has run the schedules of NCCL groups yet" in shown) != nothing
-    assert re.search(r"^\| CUDA, NCCL \| (coded[^|]*\| ){4}passes through \|$", shown, re.MULTILINE)
-    monkeypatch.setattr(admission, "CODED_BACKENDS", {"cpu": ("gloo",), "cuda": ("gloo",)})
-    without = generate.matrix(MATRIX)
-    assert "gain nothing yet" in without and "| **CUDA, NCCL** | passes" in without
 
 
 def test_sends_pass_as_the_matrix_says(monkeypatch: pytest.MonkeyPatch) -> None:

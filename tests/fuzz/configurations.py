@@ -41,7 +41,6 @@ SECTION: dict[str, Sequence[Any]] = {
     "mode": ("auto", "always", "always", "always"),
     "route": ("auto", "native", "cupy"),
     "zero3_base_mib": (0, 1, 64),
-    "recompute_base_mib": (1, 1024),
     "min_bytes": (0, 1024, 65536),
     "nccl_min_bytes": (0, 4194304),
     "staging_mib": (0, 1),

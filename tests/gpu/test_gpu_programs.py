@@ -7,9 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
-import time
 import zipfile
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,20 +19,18 @@ import figures
 import golden_cases
 import gpu
 import mps
-import nccl_rank
 import parts
 import pytest
 import wheels
 import where
 from places import ROOT
-from step_runner import FAILED, HUNG, MISSING, NO_TIME, NOT_RUN, PASSED, SLOW, Result, Runner, Step
+from step_runner import FAILED, HUNG, MISSING, NO_TIME, NOT_RUN, PASSED, SLOW, Result, Step
 from test_gpu_steps import COLLECT, GOOD, STEPS, alive, python, ran, run
 
 from ds_zipccl.benchmarks.codec import floors
 from ds_zipccl.kernels import build
 
 sys.path.insert(0, str(ROOT / "docs"))
-import measured
 
 # ---- the programs, on the CPU ---------------------------------------------------------------------------------------
 
@@ -167,34 +163,6 @@ def test_sanitizers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         driver.sanitizer_path()
 
 
-@pytest.mark.full(reason="five seconds")
-def test_a_rank_that_fails_ends_the_others(tmp_path: Path) -> None:
-    """Soon, with the words of each."""
-    program = """
-import nccl_rank, test_nccl, sys, time
-def fails(it):
-    if it.rank == 1:
-        raise ValueError("rank 1 has a problem")
-    nccl_rank.dist.barrier()
-nccl_rank.PROGRAMS["probe"] = (fails,)
-if len(sys.argv) > 1:
-    from pathlib import Path
-    name, rank, ranks, store, report = sys.argv[1:]
-    nccl_rank.main(name, int(rank), int(ranks), store, Path(report))
-test_nccl.PROGRAM = __file__
-try:
-    test_nccl.launch("probe", 2, 100.0, {})
-except AssertionError as error:
-    print(error)
-"""
-    path = tmp_path / "program.py"
-    path.write_text(program)
-    start = time.monotonic()
-    result = ran([sys.executable, str(path)], timeout=120, ZIPCCL_DRY="1")
-    assert "rank 1 has a problem" in result.stdout, result.stderr
-    assert time.monotonic() - start < 60
-
-
 # ---- the benchmark --------------------------------------------------------------------------------------------------
 
 
@@ -235,35 +203,6 @@ def test_floors() -> None:
     assert len(floors.missed(floors.compare(slow, "NVIDIA A100", late))) == 1, (
         "rates are for an H200, the sum for every GPU"
     )
-
-
-def test_the_table_of_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    planned = list(STEPS.values())
-    results = [Result("machine", PASSED, 3.0, figures={"device": {"name": "NVIDIA H200"}, "torch": "2.11.0"})]
-    results += [Result(step.name, FAILED, 2.0, reason="status 1") for step in planned[1:]]
-    folder = tmp_path / "docs" / "results"
-    folder.mkdir(parents=True)
-    monkeypatch.setattr(measured, "ROOT", tmp_path)
-    assert "Not run yet" in measured.gpu(tmp_path)
-    figures.write(folder / "gpu.json", gpu.summary(results, planned, "make gpu"))
-    text = measured.gpu(tmp_path)
-    assert "NVIDIA H200" in text and "torch 2.11.0" in text and "Outcome: failed." in text
-    assert "| machine | passed | 3 |  |" in text and "| bench | failed | 2 |  | status 1 |" in text
-    assert "over NCCL" not in text
-    place = {"ranks": 2, "variant": "coded", "host_waits": 1.0}
-    of_comm = place | {"op": "all_gather", "numel": 4096, "time_us": 71.4, "ratio": 1.4, "wrong": 0}
-    sent = {"logical_bytes": 70, "wire_bytes": 50, "params_sha256": 2 * "0123456789abcdef"}
-    by_step = {one.step: one for one in results}
-    by_step["comm"].figures = {"rows": [of_comm], "environment": {"NCCL_NET": "Socket"}}
-    by_step["train"].figures = {
-        "rows": [place | sent | {"workload": "zero3", "step_ms": 12.34}],
-        "verdicts": [{"problems": ["coded run: a loss is not finite"]}],
-    }
-    figures.write(folder / "gpu.json", gpu.summary(results, planned, "make gpu"))
-    text = measured.gpu(tmp_path)
-    assert "| all_gather | 2 | 4096 | coded | 71 | 1.400 | 1 | 0 |" in text and "the ranks share a GPU" in text
-    assert "| zero3 | 2 | coded | 12.3 | 70 | 50 | 1 | 0123456789abcdef |" in text
-    assert "bits: coded run: a loss is not finite" in text
 
 
 #: Outcomes of steps -> the status of the run, and words of its last line.
@@ -402,43 +341,6 @@ def test_the_service_of_ranks_that_share_a_gpu_ends(
         mps.start(tmp_path)
 
 
-@pytest.mark.parametrize("way", ["works", "refused", "absent"])
-def test_ranks_share_a_gpu_by_the_service_first(way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without it where it is not there or refuses. The daemon of a refusal ends at once, the other one with the run."""
-    import test_nccl
-
-    if way != "absent":
-        stand_in(tmp_path)
-    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
-    monkeypatch.setenv(figures.SCRATCH, str(tmp_path))
-    monkeypatch.setenv(figures.VARIABLE, f"{tmp_path}/figures")
-    calls = []
-
-    def launch(program: str, ranks: int, seconds: float, settings: dict[str, str]) -> list[dict[str, Any]]:
-        calls.append(mps.PIPE in settings)
-        assert way != "refused" or not calls[-1], "no MPS here"
-        return [{"done": {}, "figures": {"tiny_ms": 0.5}}] * 2
-
-    monkeypatch.setattr(test_nccl, "launch", launch)
-    try:
-        test_nccl.test_probe_of_two_ranks_on_nccl()
-        told = figures.read(tmp_path / "figures")
-        assert told["works"] == ("with MPS" if way == "works" else "as planned") and told["tiny_ms"] == 0.5
-        assert (mps.PIPE in figures.told("nccl")) == (way == "works") == bool(mps.users(tmp_path))
-        assert calls == {"works": [True], "refused": [True, False], "absent": [False]}[way]
-    finally:
-        mps.stop(tmp_path)
-    assert not mps.users(tmp_path)
-
-
-def test_suites_are_as_large_as_a_tiny_collective_allows(monkeypatch: pytest.MonkeyPatch) -> None:
-    sizes = nccl_rank.SUITE_SIZES
-    every = len(sizes)
-    for ms, ranks, count in ((None, 4, every), (0.3, 4, every), (20.0, 2, every), (20.0, 4, 3), (500.0, 4, 2)):
-        monkeypatch.setattr(figures, "told", lambda name, ms=ms: {"tiny_ms": ms}[name])
-        assert nccl_rank.suite_sizes(ranks) == sizes[-count:]
-
-
 def test_a_wheel_is_found_by_the_process_that_unpacked_it(tmp_path: Path) -> None:
     """As the step "machine" unpacks, and then looks for parts."""
     folder, about = tmp_path / "wheels", "zipccl_probe-1.dist-info"
@@ -455,23 +357,6 @@ def test_a_wheel_is_found_by_the_process_that_unpacked_it(tmp_path: Path) -> Non
     words = [*python(found), str(folder), str(tmp_path / wheels.SITE)]
     said = subprocess.run(words, env=gpu.environment(tmp_path), capture_output=True, text=True, timeout=120, check=True)
     assert said.stdout.split() == ["False", "True"]
-
-
-def test_the_service_ends_with_a_run_that_breaks_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    stand_in(tmp_path)
-    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
-    folders: list[Path] = []
-
-    def run_(self: Runner, planned: Sequence[Step]) -> list[Result]:
-        folders.append(Path(self._environment[figures.SCRATCH]))
-        mps.start(folders[0])
-        assert mps.users(folders[0])
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(Runner, "run", run_)
-    with pytest.raises(KeyboardInterrupt):
-        gpu.main(["--out", str(tmp_path / "out")])
-    assert not mps.users(folders[0])
 
 
 SKIPPING = """

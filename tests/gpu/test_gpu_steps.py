@@ -16,7 +16,6 @@ import gpu
 import nccl_rank
 import no_skips
 import pytest
-import step_runner
 import wheels
 from places import ROOT, TESTS
 from step_runner import FAILED, HUNG, MISSING, NO_TIME, NOT_RUN, PASSED, SLOW, Result, Runner, Step, as_json
@@ -72,16 +71,6 @@ def test_the_steps_end_in_ten_minutes() -> None:
     assert first["bench"].command[at + 1 : at + 4] == ("16", "256", "--floors")
 
 
-def test_every_named_file_exists() -> None:
-    words = [word for step in STEPS.values() for word in command(step)]
-    words += [word for command in build_all.builds().values() for word in command]
-    files = {word for word in words if word.endswith((".py", ".cu"))}
-    assert len(files) > len(gpu.CUDA_TESTS)
-    missing = {name for name in files if not (ROOT / name).is_file()}
-    assert not missing, "make gpu names files that do not exist"
-    assert (TESTS / "gpu" / "driver.cu").is_file() and (TESTS / "gpu" / "spin.cu").is_file()
-
-
 def collected(*arguments: str) -> list[str]:
     """The tests that pytest finds on a machine with a GPU."""
     result = ran([sys.executable, "-c", COLLECT, *arguments])
@@ -101,15 +90,6 @@ def test_every_file_with_tests_on_a_gpu_is_named_and_no_emulated_test_is_selecte
     assert not [name for name in selected if "emulated" in name or "cpu" in name]
     counts = [sum(f"cuda-{route}" in name for name in selected) for route in no_skips.ROUTES]
     assert counts[0] > 1000 and counts[1] > 50, "all tests of one route, golden frames of the other"
-
-
-def test_the_steps_of_nccl_share_its_tests() -> None:
-    names = [name.rpartition("::")[2] for name in collected("-q", "tests/gpu/test_nccl.py", "tests/gpu/test_stress.py")]
-    words = [STEPS[step].command[STEPS[step].command.index("-k") + 1] for step in ("nccl_one", "nccl_probe", "nccl")]
-    on_nccl = [name for name in names if "nccl" in name]
-    assert [sum(word in name for word in words) for name in on_nccl] == [1] * 4, (words, on_nccl)
-    assert [sum(word in name for name in on_nccl) for word in words] == [1, 1, 2]
-    assert len(names) - len(on_nccl) == 12
 
 
 def test_the_commands_of_ds_zipccl_parse() -> None:
@@ -228,13 +208,6 @@ def test_a_step_gets_the_time_that_earlier_steps_left(tmp_path: Path) -> None:
         [Step("first", python("import time; time.sleep(3)"), 2), Step("second", python("pass"), 2)], tmp_path, 2
     )
     assert late["first"].outcome == HUNG and late["second"].reason == NO_TIME
-
-
-def test_a_step_that_writes_for_ever_does_not_fill_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(step_runner, "MOST_OUTPUT", 1000)
-    results, _, log = run([Step("loud", python("for i in range(9999): print('x' * 50, i)"), 10)], tmp_path)
-    assert results["loud"].outcome == PASSED and len(log) < 3000
-    assert "more output than the log takes" in log
 
 
 def test_what_the_steps_need() -> None:
@@ -372,15 +345,3 @@ def test_a_dry_run_of_every_step_passes(tmp_path: Path, monkeypatch: pytest.Monk
     assert "| native | cascade | 256 | 1024 | 2 |" in text and "Not measured: nvCOMP" in text
     (out / "cuda.json").unlink()
     assert "Not measured yet" in measured.cuda(tmp_path / "docs" / "page.md")
-
-
-def test_the_end_of_the_output_says_what_failed() -> None:
-    """Even if a reader has the last 12,000 characters alone."""
-    floor = {"floor": "some speed", "wanted": "at least 3", "got": 2.0, "met": False}
-    results = [Result(step, FAILED, 3.0, tail=["x" * 400] * 60 + [f"why {step}"] * 2) for step in STEPS]
-    results[5].figures["floors"] = [floor] * 20
-    lines = gpu.digest(results)
-    assert all(f"{step}: why {step}" in lines for step in STEPS)
-    assert "some speed: 2, wanted is at least 3" in lines
-    assert len("\n".join([*lines, *(result.line() for result in results)])) < 12000
-    assert not gpu.digest([Result("machine", PASSED)])

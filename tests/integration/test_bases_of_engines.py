@@ -14,7 +14,6 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import tiers
@@ -23,7 +22,7 @@ import torch.distributed as dist
 import zero_routes
 from engines import SOURCES, bits, digest, rank_program, slot_of
 from programs import launch, plain_and_coded, reference
-from zero_routes import BASES, HPZ, ROUTES, SIZES, Table, count_proofs, fill_with_noise, gathering, noise, run, weights
+from zero_routes import BASES, HPZ, ROUTES, SIZES, Table, count_proofs, noise, run, weights
 
 from ds_zipccl.benchmarks.links import slots
 from ds_zipccl.comm import CommError, topology
@@ -73,15 +72,6 @@ def stopped(lab: Table, by: Callable[[Any], None], batches: int = 0, of: str = "
     assert digest(engine.module.parameters()) == before
 
 
-def read_wrong(lab: Table) -> None:
-    """A program reads parameters whose shards were changed behind our back: it gets none."""
-    engine = lab.start("all trained")
-    larger(engine)
-    with pytest.raises(CommError) as raised, gathering(engine.module.parameters(), None):
-        pytest.fail("wrong words")
-    lab.losses.append(str(raised.value))
-
-
 def larger(engine: Any) -> None:
     """Words whose frames do not fit."""
     shard = weights(engine)[1].ds_tensor
@@ -98,20 +88,12 @@ def halved(engine: Any) -> None:
             weights(engine)[1].ds_tensor.mul_(0.5)
 
 
-def unnoticed(engine: Any) -> None:
-    """Planted: versions that no change ends, on all ranks."""
-    with mock.patch.object(gathers, "forget", lambda params: None):
-        fill_with_noise(Table.current, engine)
-
-
 LARGER, REFUSED = ("layers.1.weight of group rank", "larger than agreed"), ("layers.1.weight of group rank 1 refused",)
 CHANGED = ("layers.1.weight: gathered before, and changed since",)
 ALL, TWO = "all trained", "accumulating, all trained"
 #: Case -> program, ranks, zero3_base, words of the error. Refused frames stay known, so that each has processes of its own.
 STOPS: dict[str, tuple[Callable[[Table], None], int, str, tuple[str, ...]]] = {
-    "read": (read_wrong, 2, "auto", LARGER),
     "larger": (partial(stopped, by=larger, of=ALL), 3, "auto", LARGER + REFUSED),
-    "unnoticed": (partial(stopped, by=unnoticed, of=ALL), 2, "auto", LARGER),
     "between batches": (partial(stopped, by=halved, batches=1, of=TWO), 2, "host", CHANGED),
     "between steps": (partial(stopped, by=halved, of=TWO), 2, "host", REFUSED),
     "frozen shard": (partial(stopped, by=halved), 2, "auto", CHANGED),
@@ -170,7 +152,8 @@ RUNS = [
     for name in ROUTES
     if engine == GLOO or base in ROUTES[name].streams
 ]
-SHORT = [one for one in RUNS if one[:2] in ((GLOO, "host"), (STREAMS, "auto"))]
+#: Adapters of peft, whose import takes each rank seconds, are in test_peft.py too.
+SHORT = [one for one in RUNS if one[:2] in ((GLOO, "host"), (STREAMS, "auto")) and one[2] != "adapters"]
 some = pytest.mark.parametrize(("engine", "base", "route"), tiers.mostly_full(RUNS, SHORT, "the other bases"))
 
 

@@ -7,7 +7,6 @@ two ranks the exact result of a sum does not depend on an order.
 from __future__ import annotations
 
 import functools
-import hashlib
 import json
 import sys
 import types
@@ -37,8 +36,6 @@ def section(*roles: str, codec: Any = ROUND, **more: Any) -> str:
 
 #: Counts of this rank: "ROLE hinted" calls, "ROLE changed" results, "ROLE exact" results.
 seen: Counter[str] = Counter()
-#: Sum of the hashes of all frames of a role: threads may make them in any order.
-frames: Counter[str] = Counter()
 #: Operation -> places of its results and of its inputs among the arguments, in the order of DeepSpeed's names.
 _PLACES = {
     "all_reduce": ("tensor", "tensor"),
@@ -56,13 +53,10 @@ def watch(mistake: str) -> None:
     """
     from deepspeed.comm.torch import TorchBackend
 
-    from ds_zipccl.comm import topology
-    from ds_zipccl.comm.host.frames import FrameCoder
     from ds_zipccl.integration.backend import ZipcclBackend
     from ds_zipccl.integration.lossy import calls
     from ds_zipccl.ops import OPS
 
-    topology.secret = lambda: bytes(16)  # frames have hashes, and those of two jobs are compared
     original = calls.take_hint
 
     def take_hint(config: Any, role: str, *args: Any) -> Any:
@@ -116,19 +110,6 @@ def watch(mistake: str) -> None:
         return found
 
     ZipcclBackend.send, ZipcclBackend.recv = sent, received  # type: ignore[attr-defined]
-
-    def hashed(method: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(method)
-        def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-            found = method(self, *args, **kwargs)
-            for frame in found if isinstance(found, list) else [found]:
-                frames[self._ctx.role] += int(hashlib.sha256(frame.numpy().tobytes()).hexdigest()[:12], 16)
-            return found
-
-        return call
-
-    for name in ("compress", "compress_each"):
-        setattr(FrameCoder, name, hashed(getattr(FrameCoder, name)))
 
 
 def watched(run: Callable[[Lab], None], lab: Lab) -> None:
@@ -189,25 +170,6 @@ def dense(lab: Lab, zero: Any, **more: Any) -> None:
     own_sum(lab)
 
 
-def neighbours(lab: Lab) -> None:
-    """ZeRO-2, and sums of AutoTP's layer whose results do not enter the training: all ranks are one tensor-parallel group too."""
-    from deepspeed.comm import comm
-    from deepspeed.module_inject.layers import RowParallel
-
-    group = dist.new_group(list(range(lab.ranks)))
-    comm.cdb.job.groups[group] = "tp"
-    train, frames_before = lab.tokens, dict(frames)
-
-    def tokens(step: int, rank: int | None = None) -> torch.Tensor:
-        for _ in range(3):
-            RowParallel.apply(group, torch.randn(64, 64), False)
-        return train(step, rank)
-
-    lab.tokens = tokens  # type: ignore[method-assign]
-    dense(lab, 2)
-    lab.more["frames"] = {role: frames[role] - frames_before.get(role, 0) for role in frames}
-
-
 def padded(lab: Lab, filled: float) -> None:
     """ZeRO-3 whose uninitialised memory holds one value. Two ranks pad tensors of odd sizes."""
     from deepspeed.runtime.comm import coalesced_collectives as module
@@ -264,7 +226,6 @@ CASES: dict[str, Case] = {
     "pipeline mask": make(watched, make(test_parallel.pipeline, zero=1, mask=True)),
     "experts": make(watched, test_moe.native),
     "auto ep": make(watched, test_moe.auto_ep),
-    "neighbours": neighbours,
     "padding 0": make(padded, filled=0.0),
     "padding 1e38": make(padded, filled=1e38),
     "nan": make(planted, value=float("nan")),
@@ -337,20 +298,6 @@ def test_a_call_that_is_lossy_without_a_hint_is_seen(tmp_path: Path) -> None:
     assert totals(tp, "after")["tp changed"]
     found = totals(zero2)
     assert found["zero_grad changed"] > found["zero_grad hinted"]
-
-
-@FULL
-def test_frames_of_lossless_roles_are_the_same_beside_a_lossy_one(tmp_path: Path) -> None:
-    runs = {}
-    for name, wanted in {"off": section(), "tp": section("tp"), "zero_grad": section("zero_grad")}.items():
-        (tmp_path / name).mkdir()
-        (runs[name],) = run(tmp_path / name, wanted, "neighbours")
-    for off, tp, changed in zip(*runs.values(), strict=True):
-        assert set(off["frames"]) >= {"zero_grad", "zero_param", "tp"}
-        for role in ("zero_grad", "zero_param"):
-            assert tp["frames"][role] == off["frames"][role] != changed["frames"][role]
-        assert tp["frames"]["tp"] != off["frames"]["tp"]
-        assert (tp["losses"], tp["sha256"]) == (off["losses"], off["sha256"]) != (changed["losses"], changed["sha256"])
 
 
 @FULL

@@ -1,16 +1,14 @@
 """Real DeepSpeed engines on groups in stream order: the schedules of NCCL groups on CPUs, see benchmarks/links/slots.py.
 
-With two ranks training has the bits of plain communication. On four ranks parameters and all-to-alls have them, and sums have the bits of
-the documented order, by the host; so have those of gloo groups, with `"reduction": "fp32"`.
+With two ranks training has the bits of plain communication. On four ranks parameters and all-to-alls have them; the order of sums of more
+than two ranks is that of tests/on_sim/test_device_sums.py.
 """
 
 from __future__ import annotations
 
 import functools
 import json
-import math
 import os
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +18,8 @@ import pytest
 import test_engines as on_gloo
 import tiers
 import torch
-import torch.distributed as dist
 from engines import ADAM, SOURCES, ZERO3, Lab, Model, bits, rank_program
-from programs import launch, plain_and_coded, reference
+from programs import launch, plain_and_coded
 from torch import nn
 
 from ds_zipccl.benchmarks.links import slots
@@ -30,9 +27,8 @@ from ds_zipccl.comm import topology
 from ds_zipccl.integration import canary
 from ds_zipccl.kernels.cuda.backend import CudaBackend
 from ds_zipccl.ops import OPS
-from ds_zipccl.policy import cost_model, wire
+from ds_zipccl.policy import wire
 from ds_zipccl.policy.admission import PassReason
-from ds_zipccl.telemetry import counters
 
 SECTION = {"enabled": True, "mode": "always", "min_bytes": 1024, "nccl": "on", "nccl_min_bytes": 4096}
 #: Sections: every operation coded, with our sums; and all but sums coded, on any number of ranks.
@@ -96,82 +92,13 @@ def trained(lab: Lab, name: str, steps: int = 3) -> None:
 #: ZeRO-3 that test_bases_of_engines.py has are not here.
 SHARED = ("zero1", "zero2", "bf16 optimizer", "offload", "many buckets", "fp32 gradients", "beside ZeRO-3", "several engines",
          "checkpoint zero2", "without_gradients zero2", "overflow zero2", "out_of_step zero2", "edited_by_all bf16 optimizer",
-         "zero3 plain", "zero3 all reduced", "zero3 hpz", "zero3 several engines")  # fmt: skip
+         "zero3 plain", "zero3 all reduced", "zero3 hpz")  # fmt: skip
 CASES = {name: on_gloo.CASES[name] for name in SHARED}
 CASES |= {name: functools.partial(trained, name=name) for name in SETTINGS if "longer" not in name}
 LONGER = {name: functools.partial(trained, name=name, steps=8) for name in SETTINGS if "longer" in name}
 #: On four ranks: parameters and experts alone are coded.
 MOVED = ("zero2", "zero3 plain", "zero3 hpz", "moe zero2")
 
-# ---- sums of four ranks --------------------------------------------------------------------------------------------
-
-#: Smaller sums have no schedule.
-SUMMED_BYTES = 4096
-#: Stage -> settings, and the operation that sums gradients.
-STAGES: dict[str, tuple[dict[str, Any], str]] = {
-    "zero2": ({"reduce_bucket_size": 20_000, "overlap_comm": True}, "reduce_to_owners"),
-    "zero3": ({"stage3_param_persistence_threshold": 1000, "reduce_bucket_size": 60_000}, "reduce_scatter_tensor"),
-}
-#: Orders of the sums of a plain run, by the host.
-ORDERS: dict[str, Callable[..., torch.Tensor]] = {
-    "one level": levels.in_one_level,
-    "two levels": lambda everyone, average: levels.in_two_levels(everyone, levels.nodes_of(2, 2), average),
-}
-
-
-def sum_by_host(patch: pytest.MonkeyPatch, order: Callable[..., torch.Tensor]) -> None:
-    """Until ``patch`` ends, DeepSpeed's sums of large messages are made by the host, from the contributions of all ranks."""
-    from deepspeed.comm.torch import TorchBackend
-
-    plain, added = {}, dist.ReduceOp.SUM
-
-    def total(self: Any, tensor: torch.Tensor, op: Any, group: Any) -> torch.Tensor:
-        everyone = [torch.empty_like(tensor).view(-1) for _ in range(dist.get_world_size(group))]
-        dist.all_gather(everyone, tensor.detach().reshape(-1), group)
-        return order(everyone, self._reduce_op(op) == dist.ReduceOp.AVG)
-
-    def all_reduce(self: Any, tensor: Any, op: Any = added, group: Any = None, async_op: bool = False) -> Any:
-        if tensor.nbytes < SUMMED_BYTES:
-            return plain["all_reduce"](self, tensor, op, group, async_op)
-        tensor.copy_(total(self, tensor, op, group).view(tensor.shape))
-        return _Done()
-
-    def reduce_scatter_tensor(
-        self: Any, output_tensor: Any, input_tensor: Any, op: Any = added, group: Any = None, async_op: bool = False
-    ) -> Any:
-        if input_tensor.nbytes < SUMMED_BYTES:
-            return plain["reduce_scatter_tensor"](self, output_tensor, input_tensor, op, group, async_op)
-        shards = total(self, input_tensor, op, group).chunk(dist.get_world_size(group))
-        output_tensor.copy_(shards[dist.get_rank(group)].view(output_tensor.shape))
-        return _Done()
-
-    for replacement in (all_reduce, reduce_scatter_tensor):
-        plain[replacement.__name__] = getattr(TorchBackend, replacement.__name__)
-        patch.setattr(TorchBackend, replacement.__name__, replacement)
-
-
-class _Done:
-    def wait(self) -> None:
-        pass
-
-
-def summed(lab: Lab, stage: str, order: str = "") -> None:
-    """Train as the environment says, or with sums by the host in an order."""
-    settings, op = STAGES[stage]
-    with pytest.MonkeyPatch.context() as patch:
-        if order:
-            sum_by_host(patch, ORDERS[order])
-        lab.train(lab.engine(zero={"stage": int(stage[-1]), **settings}), 3)
-    if not order:
-        (row,) = [row for row in counters.rows() if (row["role"], row["op"]) == ("zero_grad", op)]
-        assert row["calls"] >= 3 and set(row["reasons"]) <= {"smaller than min_bytes"}
-    lab.ends("trained", {})
-
-
-BY_HOST = {
-    f"{stage} {order}": functools.partial(summed, stage=stage, order=order) for stage in STAGES for order in ORDERS
-}
-IN_ORDER = {f"{stage} in order": functools.partial(summed, stage=stage) for stage in STAGES}
 
 # ---- tests ---------------------------------------------------------------------------------------------------------
 
@@ -187,9 +114,9 @@ ON_TWO = [
 ]
 
 
-def on_streams(section: str = CODED, node: int = 1) -> dict[str, str]:
-    """The environment of the schedules of NCCL groups; ``node``: ranks of a node."""
-    return {"DS_ZIPCCL": section, "BACKEND": slots.NAME, "RANKS_OF_NODE": str(node)}
+def on_streams(section: str = CODED) -> dict[str, str]:
+    """The environment of the schedules of NCCL groups, of nodes of one rank each."""
+    return {"DS_ZIPCCL": section, "BACKEND": slots.NAME}
 
 
 @pytest.fixture(scope="module")
@@ -282,22 +209,6 @@ def test_four_ranks_move_as_plain(tmp_path: Path) -> None:
         assert sum(row["calls"] for row in rows(coded[case])[GATHERS]) > 0, case
 
 
-@pytest.mark.full(reason="nine seconds; test_device_lossy.py has the roles")
-def test_lossy_roles_train_as_on_gloo(two: tuple[Run, Run], tmp_path: Path) -> None:
-    """Gradients and messages of experts that a codec changes: other bits than lossless training has, and those of gloo groups."""
-    codecs = {"zero_grad": {"codec": "round", "mantissa": 3}, "ep": {"codec": "round", "mantissa": 4}}
-    given = on_streams(json.dumps({**SECTION, "lossy": True, "roles": codecs}))
-    runs = []
-    for backend in (slots.NAME, ""):
-        folder = tmp_path / (backend or "gloo")
-        folder.mkdir()
-        runs.append(launch(__file__, 2, folder, *SHORT, **{**given, "BACKEND": backend}))
-    for case in SHORT:
-        assert bits(runs[0][case]) == bits(runs[1][case]) != bits(two[0][case]), case
-        sums = rows(runs[0][case])[SCATTERS if "zero3" in case else OWNERS]
-        assert all(row["calls"] and not set(row["reasons"]) - set(MAY_PASS) for row in sums), sums
-
-
 @pytest.mark.full(reason="the kernels are slow")
 def test_emulated_kernels_send_as_many_bytes(two: tuple[Run, Run], tmp_path: Path) -> None:
     """The emulated CUDA kernels in place of the C++ ones: the same bits, calls, bytes and differences."""
@@ -306,36 +217,10 @@ def test_emulated_kernels_send_as_many_bytes(two: tuple[Run, Run], tmp_path: Pat
     assert bits(found[case]) == bits(two[1][case]) and rows(found[case]) == rows(two[1][case])
 
 
-@pytest.fixture(scope="module")
-def by_host(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """Results of plain runs by stage and order."""
-    return reference(__file__, 4, tmp_path_factory.mktemp("plain"), *BY_HOST, sources=WITH)
-
-
-@pytest.mark.full
-@pytest.mark.parametrize(
-    ("group", "node", "order"),
-    [("streams", 1, "one level"), ("streams", 2, "two levels"), ("always", 2, "two levels"), ("auto", 2, "two levels")],
-)
-def test_four_ranks_sum_in_the_documented_order(
-    tmp_path: Path, by_host: Run, group: str, node: int, order: str
-) -> None:
-    """``group``: in stream order, or the mode of a gloo group."""
-    gloo = {"enabled": True, "mode": group, "reduction": "fp32", "min_bytes": SUMMED_BYTES}
-    environment = on_streams(node=node) if group == "streams" else on_streams(json.dumps(gloo), node) | {"BACKEND": ""}
-    coded = launch(__file__, 4, tmp_path, *IN_ORDER, **environment)
-    for stage in STAGES:
-        assert bits(coded[f"{stage} in order"]) == bits(by_host[f"{stage} {order}"]), stage
-        one, other = (bits(by_host[f"{stage} {name}"]) for name in ORDERS)
-        assert one != other, "or the orders would not have been told apart"
-
-
 if __name__ == "__main__":
     wire.GOOD_FORECASTS = 0  # frames of experts are sent ahead from the second step on
-    if "RANKS_OF_NODE" in os.environ:
-        topology.here = lambda: str(int(os.environ["RANK"]) // int(os.environ["RANKS_OF_NODE"]))
-        # gathers of these small models too
-        cost_model.levels_from = lambda topology, profile: 0.0 if topology.levels else math.inf
+    if os.environ.get("BACKEND"):
+        topology.here = lambda: os.environ["RANK"]
     if os.environ.get("PLANT") and os.environ["RANK"] == "1":
         plant = os.environ["PLANT"]
         if plant == "behind the canary":
@@ -343,4 +228,4 @@ if __name__ == "__main__":
             canary.try_out = lambda *given: (passed(*given), flip_a_bit())[0]
         else:
             flip_a_bit()
-    rank_program(CASES | LONGER | BY_HOST | IN_ORDER, os.environ.get("BACKEND") or None, sizes=SIZES)
+    rank_program(CASES | LONGER, os.environ.get("BACKEND") or None, sizes=SIZES)

@@ -22,7 +22,6 @@ import torch.distributed.checkpoint as dist_checkpoint
 from fsdp_lab import BF16, Lab, Model, adapted
 from places import EXAMPLES, TESTS
 from torch import nn
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -88,13 +87,6 @@ def to_fewer_ranks(lab: Lab) -> Any:
 def uneven(lab: Lab) -> Any:
     """Shards are padded; a norm has fewer elements than there are ranks."""
     model = lab.start(lambda: Model(extra=3), HOST)
-    lab.train(model)
-    return model
-
-
-def tied(lab: Lab) -> Any:
-    """The embedding is the head too."""
-    model = lab.start(lambda: Model(tied=True), HOST)
     lab.train(model)
     return model
 
@@ -181,20 +173,6 @@ def ahead(lab: Lab) -> Any:
         lab.loss(model).backward()
         assert all(handle is not None for handle in handles)
         lab.step(model)
-    return model
-
-
-def checkpointed(lab: Lab) -> Any:
-    """Blocks run again in the backward pass."""
-
-    def make() -> nn.Module:
-        model = adapted(Model())
-        for number, block in enumerate(model.blocks):
-            model.blocks[number] = checkpoint_wrapper(block)
-        return model
-
-    model = lab.start(make)
-    lab.train(model)
     return model
 
 
@@ -305,8 +283,6 @@ CASES = {
     "full": Case(full, 3.0, 6.0),
     "lora": Case(lora, 4.0, 5.0),
     "by trial": Case(by_trial, 1.1),
-    "kept": Case(with_options(reshard_after_forward=False)),
-    "resharded": Case(with_options(reshard_after_forward=True)),
     "to fewer ranks": Case(to_fewer_ranks),
     "fp32": Case(with_options(mp_policy=MixedPrecisionPolicy()), 1.0),
     "fp16": Case(with_options(mp_policy=ALL_FP16)),
@@ -318,10 +294,8 @@ CASES = {
     "several groups": Case(several_groups, said="the root stays plain: it has 2 groups of parameters"),
     "sharded late": Case(sharded_late, said="the root stays plain: fully_shard came after fsdp.apply; call"),
     "together": Case(together),
-    "tied": Case(tied),
     "summed": Case(summed),
     "ahead": Case(ahead),
-    "checkpointed": Case(checkpointed),
     "compiled": Case(compiled),
     "by hand": Case(by_hand),
     "saved": Case(saved),

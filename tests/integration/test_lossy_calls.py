@@ -160,33 +160,6 @@ def test_a_stage_gives_hints_of_activations_and_not_the_mask() -> None:
     assert count(pipeline.gradients, (x, mask), True) == count(pipeline.gradients, x, False) == 1
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
-@pytest.mark.parametrize("sizes", [(7,), (6,), (5, 1, 12, 2), (4, 8)])
-def test_padding_of_zero3_is_zeroed_and_nothing_else(
-    monkeypatch: pytest.MonkeyPatch, ranks: int, sizes: tuple[int, ...]
-) -> None:
-    """With DeepSpeed's own buffer, whose uninitialised memory holds 1e38."""
-    from deepspeed.runtime.comm import coalesced_collectives as module
-
-    def garbage(size: int, **more: Any) -> torch.Tensor:
-        return torch.full((size,), 1e38, **more)
-
-    sent: list[torch.Tensor] = []
-    fake = types.SimpleNamespace(get_rank=lambda group: 0, get_world_size=lambda group: ranks)
-    monkeypatch.setattr(module, "dist", fake)
-    monkeypatch.setattr(module.torch, "empty", garbage)
-    monkeypatch.setattr(module, "_torch_reduce_scatter_fn", lambda buffer, *args, **kwargs: sent.append(buffer))
-    monkeypatch.setattr(lossy_calls, "group_size", lambda group: ranks)
-    tensors = [torch.arange(1.0, size + 1) * ranks for size in sizes]
-    _, ready = lossy_calls._zero_padding(tensors, None)
-    module.reduce_scatter_coalesced(tensors, None)
-    (buffer,) = sent
-    wanted = torch.where(buffer > 1e30, 0.0, buffer)
-    assert int((buffer > 1e30).sum()) == sum(-size % ranks for size in sizes)
-    assert ready(buffer, SETTINGS) and torch.equal(buffer, wanted)
-    assert not ready(torch.zeros(buffer.numel() + ranks), SETTINGS), "a buffer of other sizes stays exact"
-
-
 # ---- names
 
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import re
 from datetime import timedelta
-from pathlib import Path
 
 import pytest
 import ranks as runner
@@ -78,53 +76,3 @@ def one_job_of_both(rank: int, ranks: int) -> None:
 
 
 test_survivors = runner.programs(__name__)
-
-WORKER = """
-import os, sys, torch, torch.distributed as dist
-from torch.distributed.fsdp import fully_shard
-from ds_zipccl import fsdp
-attempt, path = int(os.environ["TORCHELASTIC_RESTART_COUNT"]), sys.argv[1]
-store, rank, ranks = next(dist.rendezvous("env://"))  # gloo may take the addresses of the attempt before
-dist.init_process_group("gloo", store=dist.PrefixStore(str(attempt), store), rank=rank, world_size=ranks)
-torch.manual_seed(0)
-model = torch.nn.Sequential(torch.nn.Linear(256, 256), torch.nn.Linear(256, 256))
-begin = 0
-if os.path.exists(path):
-    saved = torch.load(path)
-    begin = saved.pop("step")
-    model.load_state_dict(saved)
-fully_shard(model)
-if sys.argv[2] == "coded":
-    fsdp.apply(model, {"mode": "always", "min_bytes": 0})
-for step in range(begin, 4):
-    torch.manual_seed(step * 2 + rank)
-    loss = model(torch.randn(8, 256)).square().mean()
-    loss.backward()
-    with torch.no_grad():
-        for param in model.parameters():
-            param -= 0.1 * param.grad
-            param.grad = None
-    whole = {name: tensor.full_tensor() for name, tensor in model.state_dict().items()}
-    if not rank:
-        torch.save({**whole, "step": step + 1}, path)
-    dist.barrier()
-    if (rank, attempt, step) == (1, 0, 1):
-        os._exit(1)
-if not rank:
-    print("ATTEMPT", attempt, "LOSS", loss.item().hex(), "WEIGHT", whole["1.weight"].double().sum().item().hex())
-dist.destroy_process_group()
-"""
-
-
-@pytest.mark.full(reason="eight interpreters")
-def test_torchrun_restarts_a_job(tmp_path: Path) -> None:
-    """A worker dies once: torchrun starts all of them again, on the store of the first attempt."""
-    program, ends = tmp_path / "worker.py", []
-    program.write_text(WORKER)
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--max-restarts", "1"]
-    runs = [[*torchrun, str(program), str(tmp_path / mode), mode] for mode in ("plain", "coded")]
-    for status, said, wrong in runner.whole_programs(*runs, timeout=240):
-        assert status == 0, wrong
-        ends += re.findall("ATTEMPT 1 .*", said)
-        assert said.count("] on, codes") in (0, 2)
-    assert len(ends) == 2 and ends[0] == ends[1]

@@ -11,6 +11,7 @@ import moves
 import pytest
 import torch
 import torch.distributed as dist
+from sim import streams
 from sim.device import machine, mine
 
 from ds_zipccl.comm import topology
@@ -108,6 +109,17 @@ def once(
     moves.wait(CASES[case].call(moves.coded(**CODED, **settings), output, given, group, later))
     corpus.assert_same_bits(output.cpu(), wanted)
     return output
+
+
+def captured(case: str, api: Any, rank: int, ranks: int) -> None:
+    """A call inside a graph: the plain collective is in it, and its replay sends what is in the tensors then."""
+    values, output, wanted = prepared(case, rank, ranks)
+    given, recorded = torch.zeros_like(values), streams.Graph()
+    with recorded.capture():
+        CASES[case].call(api, output, given, None, False)
+    given.copy_(values)
+    recorded.replay()
+    corpus.assert_same_bits(output.cpu(), wanted)
 
 
 def reasons() -> dict[str, int]:

@@ -168,14 +168,6 @@ def test_all_ranks_switch_at_one_step(route: CudaBackend, monkeypatch: pytest.Mo
     assert what == "whole steps" and text.startswith(said)
 
 
-@pytest.mark.full
-def test_frames_stay_where_they_are_faster(route: CudaBackend, monkeypatch: pytest.MonkeyPatch) -> None:
-    (schedules, _), (others, _) = first_trial(route, monkeypatch, lambda rank, coded: 0.8 if coded else 1.0)
-    assert others == schedules and all(schedules[PROBED:]) and not all(schedules)
-    counted = 2 * (len(schedules) - PROBED)  # of each rank
-    assert counters.saved()["steps"] == (pytest.approx(0.2 * counted), 0, counted)
-
-
 def test_a_rank_that_goes_by_its_own_times_is_noticed(route: CudaBackend, monkeypatch: pytest.MonkeyPatch) -> None:
     def own(ctx: Any, nanoseconds: list[int]) -> list[float]:
         agreed = calibration.agreed_seconds(ctx, nanoseconds)

@@ -34,51 +34,6 @@ from on_sim.cases import CODED, bytes_sent, noise, once, weights
 PAIRS = ((0, 1), (2, 3))
 
 
-def every_way(
-    rank: int, ranks: int, op: str, sizes: Sequence[int], nodes: Sequence[Sequence[int]], settings: dict[str, Any]
-) -> None:
-    """Every way to call an operation, blocking and not; every bit arrives, and the host blocks nowhere."""
-    if nodes:
-        levels.pretend(nodes)
-    api = moves.coded(**CODED, **settings)
-    for seed, (size, move) in enumerate((size, move) for size in sizes for move in moves.MOVES[op]):
-        kind = list(corpus.SUMMED.values())[seed % 3]
-        inputs = [moves.filled(peer, size, kind, seed).to(f"cuda:{rank}") for peer in range(ranks)]
-        for later in (False, True):
-            before = len(mine().counters.waits)
-            outputs, wanted = move(api, inputs, rank, later)
-            assert settings.get("check") == "shadow" or len(mine().counters.waits) == before  # agreements poll
-            for got, want in zip(outputs, wanted, strict=True):
-                corpus.assert_same_bits(got.cpu(), want.cpu())
-
-
-#: Operation, ranks, their nodes (of which a rank knows nothing where there are none), and settings.
-CALLS: list[tuple[str, int, Any, dict[str, Any]]] = [
-    ("all_gather", 2, (), {}), ("all_gather", 3, (), {}),
-    ("all_to_all", 2, (), {}), ("all_to_all", 3, (), {"check": "shadow"}), ("all_to_all", 3, (), {}), ("all_to_all", 4, PAIRS, {}),
-    ("all_to_all", 4, ((0, 2), (1, 3)), {"codec": "wide", "block": 128}), ("all_to_all", 4, ((0,), (1, 2, 3)), {"codec": "raw"}),
-    ("all_to_all", 4, ((0, 1, 2, 3),), {}),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    ("op", "ranks", "nodes", "settings"),
-    mostly_full(CALLS, [CALLS[0], CALLS[5]], "each has three seconds"),
-)
-def test_every_way_to_call(route: CudaBackend, op: str, ranks: int, nodes: Any, settings: dict[str, Any]) -> None:
-    """On a machine with every property, and on one that watches what kernels write. Random programs have the others."""
-    sizes = (0, 7, 9001) if op == "all_gather" else (0, 1, 7, 9001)
-    for seed, modes in enumerate((world.ALL_MODES[-1], world.Modes(declared=True))[: 1 if nodes else 2]):
-        world.run(every_way, ranks, op, sizes, nodes, settings, seed=seed + 10 * ranks, modes=modes, route=route)
-        rows = counters.rows()
-        assert sum(row["calls"] for row in rows) == 2 * ranks * len(sizes) * len(moves.MOVES[op]), rows
-        assert not any(row["passed"] for row in rows), rows
-        for row in rows if op == "all_to_all" and settings.get("codec") != "raw" else ():
-            # equal segments of no element need no agreement
-            nothing = 4 * ranks * sum(size < ranks for size in sizes) if row["op"] == "all_to_all_single" else 0
-            assert row["host_waits"] == row["calls"] - nothing
-
-
 def in_steps(rank: int, ranks: int) -> tuple[int, int]:
     """A skewed exchange and an even one that need several steps. Returns the numbers of their all-to-alls."""
     device = torch.device("cuda", rank)
@@ -493,5 +448,7 @@ def test_planted_mistakes_ahead(route: CudaBackend, monkeypatch: pytest.MonkeyPa
 
 
 def test_without_mistakes(route: CudaBackend) -> None:
-    for seed in range(3):
-        world.run(thrice, 2, seed=seed, route=route)
+    """Also on a machine that watches what kernels write. test_moves.py has every way to call, test_device_suite.py every operation."""
+    for seed, modes in enumerate((world.Modes(), world.ALL_MODES[-1], world.Modes(declared=True))):
+        world.run(thrice, 2, seed=seed, modes=modes, route=route)
+        assert all(row["calls"] and not row["passed"] for row in counters.rows())

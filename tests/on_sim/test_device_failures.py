@@ -3,9 +3,7 @@ captures, odd groups, large tensors."""
 
 from __future__ import annotations
 
-import gc
 import time
-import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -16,7 +14,7 @@ import moves
 import pytest
 import torch
 import torch.distributed as dist
-from sim import communicator, nccl, streams
+from sim import communicator, nccl
 from sim.device import mine
 from sim.mistakes import filled
 from sim.scheduler import Fault
@@ -31,7 +29,7 @@ from ds_zipccl.comm.work import CommError
 from ds_zipccl.kernels.cuda.backend import CudaBackend
 from ds_zipccl.policy.admission import PassReason
 from ds_zipccl.telemetry import counters
-from on_sim import random_programs, world
+from on_sim import cases, random_programs, world
 from on_sim.cases import CASES, CODED, HARD, PATIENT, every_case, once, prepared, reasons
 
 # --- frames that are refused
@@ -342,14 +340,7 @@ def test_changed_shards_are_named() -> None:
 
 
 def captured(rank: int, ranks: int, case: str) -> None:
-    """The plain collective is in the graph, and its replay sends what is in the tensors then."""
-    values, output, wanted = prepared(case, rank, ranks)
-    given, recorded = torch.zeros_like(values), streams.Graph()
-    with recorded.capture():
-        CASES[case].call(moves.coded(**CODED), output, given, None, False)
-    given.copy_(values)
-    recorded.replay()
-    corpus.assert_same_bits(output.cpu(), wanted)
+    cases.captured(case, moves.coded(**CODED), rank, ranks)
 
 
 def coalesced(rank: int, ranks: int, case: str) -> None:
@@ -382,31 +373,6 @@ def alone(rank: int, ranks: int) -> None:
 def test_groups_of_one(route: CudaBackend) -> None:
     world.run(alone, 2, route=route)
     assert reasons() == {PassReason.ONE_RANK.value: 4}
-
-
-def passing_groups(rank: int, ranks: int, rounds: int) -> tuple[int, int]:
-    """Groups that are made, used and destroyed. Returns the groups' states that are left, and the live bytes at the end."""
-    found = []
-    for number in range(rounds):
-        order = [list(range(ranks)), list(range(ranks - 1))][number % 2]
-        group = dist.new_group(order)
-        if rank in order:
-            for case in CASES:
-                mode = ["always", "auto"][number % 2]
-                once(case, rank, len(order), 500, number, group, later=bool(number & 2), mode=mode)
-            found.append(weakref.ref(states.group_state(group)))  # type: ignore[type-var]
-            dist.destroy_process_group(group)
-        del group
-    gc.collect()
-    once("gather", rank, ranks)
-    return sum(one() is not None for one in found), mine().allocator.live
-
-
-@pytest.mark.full(reason="slow; random programs have groups in the short tier")
-def test_groups_come_and_go(route: CudaBackend) -> None:
-    few, many = (world.run(passing_groups, 3, rounds, seed=5, route=route).values for rounds in (4, 8))
-    assert [states for states, _ in many] == [0, 0, 0]
-    assert [live for _, live in many] == [live for _, live in few]
 
 
 def mixed(rank: int, ranks: int) -> None:

@@ -16,7 +16,7 @@ import test_owners as to_owners
 import tiers
 import torch
 import torch.distributed as dist
-from levels import Nodes, nodes_of
+from levels import CALLS, Nodes, nodes_of
 from sim.device import machine
 
 from ds_zipccl import comm
@@ -25,7 +25,6 @@ from ds_zipccl.comm.device import sums as device_sums
 from ds_zipccl.comm.device.bases.agreed import Agreed
 from ds_zipccl.comm.device.streams import Stage, streams_of
 from ds_zipccl.comm.group_state import group_state
-from ds_zipccl.comm.ops.reduce_to_owners import Owners
 from ds_zipccl.config import ConfigError, ZipcclConfig
 from ds_zipccl.kernels.cuda.backend import CudaBackend, Own
 from ds_zipccl.policy import cost_model, wire
@@ -135,63 +134,6 @@ def test_bits_are_those_of_the_documented_order(route: CudaBackend, name: str) -
         assert all(row["calls"] and not row["passed"] for row in rows)
 
 
-@pytest.mark.parametrize("name", tiers.mostly_full(["2x2", "3x1"], [], "the same code in one piece"))
-def test_the_same_in_pieces(route: CudaBackend, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    pieces(monkeypatch)
-    nodes = NODES[name]
-    world.run(in_documented_order, sum(map(len, nodes)), nodes, [2051], ALWAYS, modes=world.ALL_MODES[-1], route=route)
-    (row,) = (row for row in counters.rows() if row["op"] == "reduce_scatter_tensor")
-    assert row["host_waits"] == row["calls"] * (2 if name == "2x2" else 1)
-
-
-def incompressible(rank: int, ranks: int, nodes: Nodes, texture: str) -> tuple[float, bytes]:
-    """The ratio, and the sum's bits."""
-    levels.pretend(nodes)
-    kind, size = corpus.FP32, 19992
-    words = corpus.random_words(size, kind, rank)
-    if texture == "shrinks":  # the same sums, of a tensor whose second half is zeros
-        words[size // 2 :] = 0
-    # exponents from 2 to 200: no block has a window, and no sum overflows
-    exponents = 2 + corpus._below(size, 31 + rank, 200).astype(np.int64)
-    mine = corpus.tensor(np.where(words == 0, 0, corpus.with_exponents(words, exponents, kind)).astype(kind.word), kind)
-    out = torch.empty(size // ranks, device=f"cuda:{rank}")
-    comm.reduce_scatter_tensor(out, mine.to(out.device), config=ZipcclConfig(**ALWAYS))
-    every = [torch.empty_like(mine).to(out.device) for _ in range(ranks)]
-    dist.all_gather(every, mine.to(out.device))
-    want = documented([one.cpu() for one in every], nodes, False)
-    corpus.assert_same_bits(out.cpu(), want[rank * len(out) :][: len(out)])
-    return want[: size // 2].numpy().tobytes()  # type: ignore[return-value]
-
-
-def test_bits_do_not_depend_on_how_well_words_compress(route: CudaBackend) -> None:
-    for nodes in (nodes_of(3, 1), nodes_of(2, 2)):
-        ranks = sum(map(len, nodes))
-        dense = world.run(incompressible, ranks, nodes, "dense", route=route).values
-        shrinking = world.run(incompressible, ranks, nodes, "shrinks", route=route).values
-        assert set(dense) == set(shrinking) and len(set(dense)) == 1
-
-
-def as_nccl(rank: int, ranks: int, settings: dict[str, Any]) -> None:
-    levels.pretend(nodes_of(2, 1))
-    for seed, kind in enumerate(corpus.SUMMED.values()):
-        mine = sums.wild(rank, 6151, kind, seed).to(f"cuda:{rank}")
-        want = mine.clone()
-        dist.all_reduce(want)
-        if settings["reduction"] == "plain":
-            comm.reduce_to_owners(mine, [(3000, (0,)), (3151, (1,))], config=ZipcclConfig(**settings))
-            place = slice(0, 3000) if rank == 0 else slice(3000, 6151)
-            sums.assert_same_sums(mine[place].cpu(), want[place].cpu(), corpus.FP32)
-            continue
-        for _, got, take in every_call(mine, SUM, False, settings, random.Random(seed)):
-            # payloads of NaNs are NCCL's own
-            sums.assert_same_sums(got.cpu(), take(want.cpu()), corpus.FP32)
-
-
-@pytest.mark.parametrize("reduction", tiers.mostly_full(["auto", "match", "plain"], ["auto"], "the same sums"))
-def test_two_ranks_have_the_bits_of_nccl(route: CudaBackend, reduction: str) -> None:
-    world.run(as_nccl, 2, {**ALWAYS, "reduction": reduction}, route=route)
-
-
 # --- owner-only sums of NCCL's own
 
 
@@ -291,23 +233,6 @@ def test_planted_mistakes_are_noticed(route: CudaBackend, mistake: str, monkeypa
 NUMEL = 1 << 16
 
 
-def balanced(ranks: int) -> Owners:
-    return [(NUMEL // ranks, (rank,)) for rank in range(ranks)]
-
-
-CALLS: dict[str, Callable[..., Any]] = {
-    "reduce_scatter_tensor": lambda x, ranks, **more: comm.reduce_scatter_tensor(
-        x.new_empty(len(x) // ranks), x, **more
-    ),
-    "reduce_scatter": lambda x, ranks, **more: comm.reduce_scatter(x.new_empty(len(x) // ranks), list(x.chunk(ranks)), **more),
-    "all_reduce": lambda x, ranks, **more: comm.all_reduce(x, **more),
-    "balanced": lambda x, ranks, **more: comm.reduce_to_owners(x, balanced(ranks), **more),
-    "gather": lambda x, ranks, **more: comm.all_gather_into_tensor(x.new_empty(len(x)), x[: len(x) // ranks].clone(), **more),
-    "one owner": lambda x, ranks, **more: comm.reduce_to_owners(x, [(len(x), (1,))], **more),
-    "all own all": lambda x, ranks, **more: comm.reduce_to_owners(x, [(len(x), range(ranks))], **more),
-}  # fmt: skip
-
-
 def sent_between(
     rank: int, ranks: int, nodes: Nodes, some: dict[str, dict[str, Any]], calls: Sequence[str]
 ) -> dict[str, float]:
@@ -335,11 +260,10 @@ def totals(
 
 
 RAW = {**ALWAYS, "codec": "raw"}
+SHAPES = [(2, 2), *(pytest.param(*shape, marks=pytest.mark.full(reason="eight ranks")) for shape in ((2, 4), (4, 2)))]
 
 
-@pytest.mark.parametrize(
-    ("nodes", "each"), [(2, 4), pytest.param(4, 2, marks=pytest.mark.full(reason="two nodes are in the short tier"))]
-)
+@pytest.mark.parametrize(("nodes", "each"), SHAPES)
 def test_no_more_bytes_between_nodes_than_a_ring(route: CudaBackend, nodes: int, each: int) -> None:
     found, ranks = totals(route, nodes, each, {"raw": RAW, "coded": ALWAYS, "plain": PLAIN}, list(CALLS)), nodes * each
     for name in CALLS:
@@ -351,9 +275,7 @@ def test_no_more_bytes_between_nodes_than_a_ring(route: CudaBackend, nodes: int,
         assert plain <= (1 if passes else 0.51) * 1.001 * ring, (name, plain / ring)
 
 
-@pytest.mark.parametrize(
-    ("nodes", "each"), [(2, 4), pytest.param(4, 2, marks=pytest.mark.full(reason="two nodes are in the short tier"))]
-)
+@pytest.mark.parametrize(("nodes", "each"), SHAPES)
 def test_a_gather_in_two_levels_enters_each_node_once(
     route: CudaBackend, monkeypatch: pytest.MonkeyPatch, nodes: int, each: int
 ) -> None:

@@ -18,7 +18,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from pytest import MonkeyPatch
-from sim import streams
 from sim.device import mine
 
 from ds_zipccl import comm
@@ -31,8 +30,8 @@ from ds_zipccl.kernels.cuda.backend import CudaBackend
 from ds_zipccl.policy import cost_model, wire
 from ds_zipccl.policy.admission import PassReason
 from ds_zipccl.telemetry import counters
-from on_sim import plants, world
-from on_sim.cases import CASES, HARD, prepared, weights
+from on_sim import cases, plants, world
+from on_sim.cases import CASES, HARD, weights
 
 NUMEL = 24 << 10
 AUTO: dict[str, Any] = {"nccl": "auto", "nccl_min_bytes": 0, "min_bytes": 0, "mode": "always"}
@@ -228,17 +227,9 @@ def comes_later(rank: int, ranks: int) -> None:
 
 
 def captured(rank: int, ranks: int, name: str) -> None:
-    """The plain collective alone is in the graph, and its replay sends what is in the tensors then."""
     levels.pretend(levels.nodes_of(ranks, 1))
-    config, device = CONFIG, torch.device("cuda", rank)
-    choice.settle(config, device)
-    values, out, wanted = prepared(name, rank, ranks)
-    given, recorded = torch.zeros_like(values), streams.Graph()
-    with recorded.capture():
-        CASES[name].call(Named(comm, config, ROLES[name]), out, given, None, False)
-    given.copy_(values)
-    recorded.replay()
-    corpus.assert_same_bits(out.cpu(), wanted)
+    choice.settle(CONFIG, torch.device("cuda", rank))
+    cases.captured(name, Named(comm, CONFIG, ROLES[name]), rank, ranks)
 
 
 @pytest.mark.parametrize("name", CASES)

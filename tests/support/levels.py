@@ -2,18 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from ds_zipccl import comm
 from ds_zipccl.comm import topology
 from ds_zipccl.comm.group_state import group_state
 from ds_zipccl.comm.transport import TRANSPORTS
 from ds_zipccl.comm.transport.gloo import GlooTransport
 
 Nodes = Sequence[Sequence[int]]
+
+#: Sums, and a gather, of a tensor whose elements the ranks share evenly: the message of which bytes between nodes are counted.
+CALLS: dict[str, Callable[..., Any]] = {
+    "reduce_scatter_tensor": lambda x, ranks, **more: comm.reduce_scatter_tensor(
+        x.new_empty(len(x) // ranks), x, **more
+    ),
+    "reduce_scatter": lambda x, ranks, **more: comm.reduce_scatter(
+        x.new_empty(len(x) // ranks), list(x.chunk(ranks)), **more
+    ),
+    "all_reduce": lambda x, ranks, **more: comm.all_reduce(x, **more),
+    "balanced": lambda x, ranks, **more: comm.reduce_to_owners(
+        x, [(len(x) // ranks, (rank,)) for rank in range(ranks)], **more
+    ),
+    "gather": lambda x, ranks, **more: comm.all_gather_into_tensor(
+        x.new_empty(len(x)), x[: len(x) // ranks].clone(), **more
+    ),
+    "one owner": lambda x, ranks, **more: comm.reduce_to_owners(x, [(len(x), (1,))], **more),
+    "all own all": lambda x, ranks, **more: comm.reduce_to_owners(x, [(len(x), range(ranks))], **more),
+}
 
 
 def nodes_of(nodes: int, each: int) -> list[list[int]]:

@@ -32,7 +32,6 @@ WIDTH, BATCH, CONTEXT, VOCABULARY = 64, 2, 32, 128
 #: Sections of the coded launches. The messages of the models here are small.
 SECTIONS = {
     "always": '{"enabled": true, "mode": "always", "min_bytes": 1024}',
-    "auto": '{"enabled": true, "min_bytes": 1024}',
     "data alone": '{"enabled": true, "mode": "always", "min_bytes": 1024, '
     '"roles": {"tp": "never", "sp": "never", "pp": "never", "ep": "never"}}',
 }

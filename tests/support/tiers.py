@@ -28,7 +28,6 @@ LONG = (
     "tests/integration/test_engines_on_streams.py",
     "tests/integration/test_bases_of_engines.py",
     "tests/codec/test_cuda_sanitizers.py",
-    "tests/codec/test_convergence.py",
     "tests/integration/test_moe.py",
     "tests/codec/test_cuda_planted.py",
     "tests/integration/test_parallel.py",
