@@ -421,7 +421,9 @@ def cycles(rank: int, ranks: int, folder: str) -> tuple[dict[str, bool], list[tu
             time.sleep(0.01)
         alive[name] = alive.get(name, False) or state() is not None
         counts.append(used())
-    dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/{life[0]} last", ranks), rank=rank, world_size=ranks)
+    dist.init_process_group(
+        "gloo", store=dist.FileStore(f"{folder}/{life[0]} last", ranks), rank=rank, world_size=ranks
+    )
     return alive, counts
 
 

@@ -62,7 +62,9 @@ def copy_columns(ctx: DeviceContext, bases: Sequence[_Read]) -> None:
                 for (words, _), (begin, end) in zip(some, spans, strict=True):
                     table[mine, :, begin:end].copy_(words)
             with ctx.streams.wire():
-                coming = {rank: table[place].view(-1) for place, rank in enumerate(levels.node_ranks) if rank != ctx.rank}
+                coming = {
+                    rank: table[place].view(-1) for place, rank in enumerate(levels.node_ranks) if rank != ctx.rank
+                }
                 ctx.transport.exchange(coming, dict.fromkeys(others, table[mine].view(-1)))
             with ctx.streams.on(Stage.DECODE):
                 for (_, rows), (begin, end) in zip(some, spans, strict=True):
