@@ -67,6 +67,7 @@ def answer(found: DeviceSchedules, work: Computing | None = None) -> str:
         values = {key: (getattr(options.section, key), getattr(usual.section, key)) for key in kinds}
         values |= {key: (getattr(options, key), value) for key, value in USUAL.items()}
         values["round_robin_gradients"] = options.round_robin, args.round_robin
+        values["stage3_prefetch_bucket_size"] = options.buckets.prefetch, args.buckets.prefetch
         keys = [f'"{key}": {json.dumps(value)}' for key, (value, other) in values.items() if value != other]
         asked = options is args and (args.ds_config or keys != ['"nccl": "on"'])  # without a file a proposal
         if keys and (asked or best > WORTH * ms):
