@@ -29,7 +29,7 @@ SHARED = ", ".join(TOGETHER)
 #: Folder -> its budget; the files of the folder itself are not those of a folder named beside it.
 BUDGETS = {
     "ds_zipccl": Budget(1_520, 1_450),
-    "ds_zipccl/cli": Budget(2_880, 2_800),
+    "ds_zipccl/cli": Budget(2_885, 2_800),
     "ds_zipccl/codecs": Budget(2_775, 2_900),
     "ds_zipccl/comm": Budget(10_540, 9_800),
     "ds_zipccl/csrc": Budget(9_940, 10_050),
@@ -42,7 +42,7 @@ BUDGETS = {
     "ds_zipccl/tools": Budget(1_460, 1_450),
     "benchmarks": Budget(4_455, 4_500),
     SHARED: Budget(4_400, 4_400),
-    "tests": Budget(56_950, 56_000),
+    "tests": Budget(57_000, 56_000),
 }
 #: Files of one folder of the package and of the benchmarks.
 MAX_FILES = 14

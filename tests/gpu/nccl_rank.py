@@ -289,6 +289,26 @@ def first_steps(it: Rank) -> None:
     assert coded == [0, 0, 0, 0, 2, 2], coded
 
 
+def by_node(it: Rank) -> None:
+    """Gathers that copy from the GPUs of pretended nodes of two ranks: alone, and beside a parameter that is sent."""
+    numel = where.HERE.size(300_001)
+    parameters = [Agreed(name, numel) for name in ("frozen", "trained")]
+    slots = comm.allocate_bases([(numel, torch.bfloat16)] * 2, "node", dist.group.WORLD, it.device)
+    for one, base in zip(parameters, slots, strict=True):
+        one.hold(base)
+    for number, some in enumerate((parameters, parameters[:1], parameters, parameters[:1], parameters)):
+        seeds = [30, 31 + number // 2][: len(some)]
+        own = torch.cat([it.words(numel, it.rank, seed) for seed in seeds])
+        whole = own.new_zeros(it.ranks * own.numel())
+        comm.all_gather_into_tensor(whole, own, parameters=some, config=CODED)
+        equal(whole, torch.cat([it.words(numel, rank, seed) for rank in range(it.ranks) for seed in seeds]))
+        if number % 2:
+            parameters[1].forget()
+    it.finish()
+    for base in slots:
+        base.free()
+
+
 def timeline(it: Rank) -> None:
     """What the device does in a plain gather, in a coded one, and in one that copies a base in host memory, of 8 MiB a rank: name, stream,
     begin and duration in microseconds; and the median of the host's microseconds."""
@@ -482,7 +502,7 @@ PROGRAMS: dict[str, tuple[Check, ...]] = {
         captures,
     ),  # times of ranks that share a GPU say nothing
     "shared_gpu_2": (*SHARED, timeline),
-    "shared_gpu_4": (*SHARED, two_levels, pairs),  # the nodes of two_levels stay
+    "shared_gpu_4": (*SHARED, two_levels, by_node, pairs),  # the nodes of two_levels stay
 }
 
 

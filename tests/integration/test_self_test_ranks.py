@@ -40,7 +40,8 @@ class Wrong:
     def encode(self, segments: Any, code: str, block: int, outs: Any) -> list[int]:
         sizes: list[int] = self.good.encode(segments, code, block, outs)
         for size, out in zip(sizes, outs, strict=True):
-            out[size // 2] ^= 1
+            if size:
+                out[size // 2] ^= 1
         return sizes
 
 
