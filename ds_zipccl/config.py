@@ -124,14 +124,15 @@ class ZipcclConfig:
     zero3_base: Annotated[
         Literal["auto", "off", "host", "node", "device"],
         "Keep the parameters that ZeRO-3 gathered, as many bytes as they have. Gathers of unchanged parameters copy them, later ones send "
-        "differences. auto: frozen parameters, in memory that the ranks of a node share, as far as zero3_base_mib allows. host: all "
-        "parameters, in such memory. node: all parameters, one copy spread over the GPUs of each node. device: all parameters, on every "
-        "rank's device.",
+        "differences. auto: frozen parameters, in memory that the ranks of a node share, or spread over its GPUs where they are faster, as "
+        "far as zero3_base_mib allows. host: all parameters, in such memory. node: all parameters, one copy spread over the GPUs of each "
+        "node. device: all parameters, on every rank's device.",
     ] = "auto"
     zero3_base_mib: Annotated[
         int,
         Within(0, _MIB),
-        "With zero3_base auto: MiB that the bases may take on a node. 0: a quarter of the memory that the node has available at the start.",
+        "With zero3_base auto: MiB that the bases may take on a node. 0: a quarter of the memory that the node has available at the start, "
+        "or its GPUs after two steps.",
     ] = 0
     owner_only: Annotated[
         Literal["auto", "off"],

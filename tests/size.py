@@ -28,12 +28,12 @@ TOGETHER = ("docs", "release", "examples")
 SHARED = ", ".join(TOGETHER)
 #: Folder -> its budget; the files of the folder itself are not those of a folder named beside it.
 BUDGETS = {
-    "ds_zipccl": Budget(1_520, 1_450),
+    "ds_zipccl": Budget(1_525, 1_450),
     "ds_zipccl/cli": Budget(2_885, 2_800),
     "ds_zipccl/codecs": Budget(2_775, 2_900),
-    "ds_zipccl/comm": Budget(10_540, 9_800),
+    "ds_zipccl/comm": Budget(10_545, 9_800),
     "ds_zipccl/csrc": Budget(9_940, 10_050),
-    "ds_zipccl/integration": Budget(4_160, 3_700),
+    "ds_zipccl/integration": Budget(4_175, 3_700),
     "ds_zipccl/integration/fsdp": Budget(386, 450),
     "ds_zipccl/kernels": Budget(5_372, 5_200),
     "ds_zipccl/policy": Budget(1_730, 1_350),

@@ -29,6 +29,8 @@ AUTO_PART, LEFT_PART = 4, 8
 #: Optimizer steps of an engine before its bases take memory of devices (limit: the first one makes the optimizer's state, the second one
 #: has the peak of the activations beside it).
 STEPS_BEFORE = 2
+#: Trained parameters that are less than this part of all are not named in the start-up line (default, not tuned: adapters gain nothing).
+NAMED_PART = 20
 
 
 #: DeepSpeed's own function for :func:`gathered_dtype`, if there is one: it knows autocast.
@@ -156,8 +158,9 @@ def hold_bases(
     further = ""
     if auto:
         frozen = {group: _frozen(params) for group, params in groups.items()}
-        trained = [[one for one in params if one not in frozen[group]] for group, params in groups.items()]
-        further = _further(max(trained, key=len, default=[]), config, device, waiting is not None)
+        held = {id(one) for some in frozen.values() for one in some}
+        trained = [[one for one in params if id(one) not in held] for params in groups.values()]
+        further = _further(max(trained, key=_nbytes, default=[]), gathered, config, device, waiting is not None)
         groups = {group: some for group, some in frozen.items() if some}
     if auto and not groups:
         return [], f"none: no gathered parameter is frozen now{further}" if gathered else ""
@@ -187,24 +190,37 @@ def hold_bases(
         after = f"after {STEPS_BEFORE} steps, in the memory that the devices of a node have left, for {len(later)} frozen parameters"
         return [], f"{after}{why}{further}"
     if not bases:
-        nbytes = sum(group_size(one.group) * one.numel * one.dtype.itemsize for one in wanted)
-        return [], f"nothing for {len(wanted)} frozen parameters of {nbytes / 1e6:.1f} MB{why}{further}"
+        return [], f"nothing for {len(wanted)} frozen parameters of {_nbytes(wanted) / 1e6:.1f} MB{why}{further}"
     count = f"{len(wanted)}" if len(bases) == len(wanted) else f"{len(bases)} of {len(wanted)}"
     return bases, f"{_size(bases)}, for {count} frozen parameters{why}{further}"
 
 
-def _further(trained: Sequence[Gathered], config: ZipcclConfig, device: torch.device, on_devices: bool) -> str:
-    """Return what a base of the trained parameters of one group would gain and take, "" where nothing."""
+def _nbytes(params: Iterable[Gathered]) -> int:
+    """Return the bytes of parameters when they are gathered."""
+    return sum(group_size(one.group) * one.numel * one.dtype.itemsize for one in params)
+
+
+def _further(
+    trained: Sequence[Gathered],
+    gathered: Sequence[Gathered],
+    config: ZipcclConfig,
+    device: torch.device,
+    on_devices: bool,
+) -> str:
+    """Return what a base of the trained parameters of one group would gain and take, "" where that is nothing, is not known, or is little
+    of what is ``gathered``."""
     some, kinds, _ = _usable(trained, config, device, True, on_devices) if trained else ([], [], "")
-    if not some or not kinds:
+    nbytes = _nbytes(some)
+    if not kinds or nbytes * NAMED_PART < _nbytes(gathered):
         return ""
-    group, kind = some[0].group, kinds[0]
-    nbytes, members = group_size(group) * sum(one.numel * one.dtype.itemsize for one in some), group_state(group)
+    group, kind, gained = some[0].group, kinds[0], ""
+    members = group_state(group)
     assert members is not None  # its size is known
-    seconds = 0.0
     if members.streams(device.type):
         seconds = comm_engine.engine_of(members, device.type).saved_by_bases(kind, nbytes, group, device.type)
-    gained = f", which saves {seconds:.2g} s in each" if seconds > 0 else ""
+        if seconds <= 0:
+            return ""
+        gained = f", which saves {seconds:.2g} s in each"
     size = f"{nbytes / 1e6:.1f} MB of each node's host memory"
     if kind == "node":
         size = f"{nbytes / 1e6 / len(group_nodes(group)[0]):.1f} MB of each device's memory"

@@ -137,9 +137,8 @@ def agree_all(
     missing = [(one, words, kind) for one, words, kind in missing if one._kind != kind]
     if not missing:
         return 0
-    bases = [
-        one.fitting(ctx.size, kind.dtype) for one, _, kind in missing
-    ]  # equal on all ranks, and `filled` only if nothing failed
+    # Whether there is a base is equal on all ranks by construction; whether it is filled, and with what, the agreement shows.
+    bases = [one.fitting(ctx.size, kind.dtype) for one, _, kind in missing]
     if any(base.filled for base in bases if base is not None):
         ctx.streams.order(Stage.DECODE, Stage.ENCODE)  # earlier gathers have written the bases
     labels: list[Hashable] = []
