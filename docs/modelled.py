@@ -269,9 +269,9 @@ def forecast(page: Path) -> str:
     three, two = _planned(3), _planned(2, _MORE)
     rows = []
     for name, shown in _SHOWN.items():
-        gains = [found[name, "plain"] / found[name, "coded"] for found in (three, two)]
-        rows.append((shown, *(f"{gain:.2f}" for gain in gains)))
-    head = ("network of a node (model)", "ZeRO-3", "ZeRO-2, `round_robin_gradients`")
+        columns = (three, "coded"), (three, "node"), (two, "coded")
+        rows.append((shown, *(f"{found[name, 'plain'] / found[name, variant]:.2f}" for found, variant in columns)))
+    head = ("network of a node (model)", "ZeRO-3", "ZeRO-3, `zero3_base` node", "ZeRO-2, `round_robin_gradients`")
     return f"{table(head, rows)}\n\n{_commands()}"
 
 
