@@ -57,7 +57,6 @@ CUDA_TESTS = (
     "codec/test_row_kernels.py",
     "codec/test_rows.py",
     "codec/test_refused.py",
-    "codec/test_bits.py",
     "codec/test_self_test.py",
     "codec/test_codec.py",
     "codec/test_arrays.py",
