@@ -152,8 +152,7 @@ RUNS = [
     for name in ROUTES
     if engine == GLOO or base in ROUTES[name].streams
 ]
-#: Adapters of peft, whose import takes each rank seconds, are in test_peft.py too.
-SHORT = [one for one in RUNS if one[:2] in ((GLOO, "host"), (STREAMS, "auto")) and one[2] != "adapters"]
+SHORT = [one for one in RUNS if one[:2] in ((GLOO, "host"), (STREAMS, "auto"))]
 some = pytest.mark.parametrize(("engine", "base", "route"), tiers.mostly_full(RUNS, SHORT, "the other bases"))
 
 
