@@ -283,17 +283,17 @@ def _device_share(config: ZipcclConfig, device: torch.device) -> int:
     free = devices.free_memory(device)
     if free is None:
         return _share(config)
-    limit = (config.zero3_base_mib << 20) // _ranks_of_node() if config.zero3_base_mib else free // AUTO_PART
-    return min(limit, free - free // LEFT_PART)
+    return _allowed(free, (config.zero3_base_mib << 20) // _ranks_of_node())
 
 
 def _share(config: ZipcclConfig) -> int:
     """Return the bytes that the bases of this rank may take: the part of this rank in the limit of its node."""
-    available = host_memory.available()
-    limit = available // AUTO_PART
-    if config.zero3_base_mib:
-        limit = min(config.zero3_base_mib << 20, available - available // LEFT_PART)
-    return limit // _ranks_of_node()
+    return _allowed(host_memory.available(), config.zero3_base_mib << 20) // _ranks_of_node()
+
+
+def _allowed(available: int, limit: int) -> int:
+    """Return the bytes that bases may take of those that are available. ``limit``: of the user; 0: none."""
+    return min(limit, available - available // LEFT_PART) if limit else available // AUTO_PART
 
 
 def _ranks_of_node() -> int:

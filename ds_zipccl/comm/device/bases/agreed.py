@@ -178,14 +178,12 @@ def agree_all(
 
 
 def _sizes(ctx: DeviceContext, pieces: Sequence[_Asked], dtype: torch.dtype) -> torch.Tensor:
-    """Return the bytes of each frame as :func:`.gather.encoded_sizes` does, of pieces of shards in a dtype, all with a base or all without;
-    0 against a base that is not filled.
+    """Return the bytes of each frame as :func:`.gather.encoded_sizes` does, of pieces of shards in a dtype, all with a base or all without.
+    In place of a base that is not filled, which no proof accepts, the words themselves are read.
 
     Words that are copied, from another dtype or from a base in host memory, are copied as many at a time as the memory for frames allows.
     That memory belongs to the encoding stream.
     """
-    count, filled = len(pieces), [number for number, (_, base, _) in enumerate(pieces) if base is None or base.filled]
-    pieces = [pieces[number] for number in filled]
     most = sum(piece.numel for *_, piece in pieces)
     if any(words.dtype is not dtype or (base and proof.is_away(base, ctx)) for words, base, _ in pieces):
         most = wire.frame_numel(ctx.budget // 3, dtype.itemsize, 1)
@@ -200,15 +198,13 @@ def _sizes(ctx: DeviceContext, pieces: Sequence[_Asked], dtype: torch.dtype) -> 
     with ctx.streams.on(Stage.ENCODE):
         for chunk in chunks:
             words = [gather.part_of(own, piece).to(dtype) for own, _, piece in chunk]
-            rows = [(base.own(ctx.rank), piece) for _, base, piece in chunk if base]
-            lasts = [proof.on_device(gather.part_of(row, piece), ctx) for row, piece in rows]
+            lasts = [
+                proof.on_device(gather.part_of(base.own(ctx.rank), piece), ctx) if base.filled else own
+                for own, (_, base, piece) in zip(words, chunk, strict=True)
+                if base
+            ]
             found.append(gather.encoded_sizes(ctx, words, lasts or None))
-        if len(filled) == count:
-            return torch.cat(found)
-        sizes = tensors.filled(count, 0, torch.int64, ctx.device)
-        for number, size in zip(filled, torch.cat(found) if found else (), strict=True):
-            sizes[number : number + 1].copy_(size)
-        return sizes
+        return torch.cat(found)
 
 
 def gather_parameters(ctx: DeviceContext, own: torch.Tensor, whole: torch.Tensor, parameters: Sequence[Agreed]) -> None:
