@@ -250,6 +250,12 @@ def _agreeing(nbytes: int, group: dist.ProcessGroup, device: torch.device) -> It
         )
 
 
+def copy_others(words: torch.Tensor, rows: torch.Tensor, own: int) -> None:
+    """Copy all rows of a base to those of an output, except for row ``own``, which the caller has. Work of the current stream."""
+    rows[:own].copy_(words[:own])
+    rows[own + 1 :].copy_(words[own + 1 :])
+
+
 def same_bits(shard: torch.Tensor, row: torch.Tensor) -> bool:
     """Return whether a flat shard, in the dtype of a row of a base, has the row's bits. Ends at the first difference; makes no copy."""
     if shard.numel() != row.numel():

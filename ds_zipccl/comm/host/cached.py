@@ -22,7 +22,7 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 
 from ds_zipccl import tensors
-from ds_zipccl.comm.bases.shared import same_bits
+from ds_zipccl.comm.bases.shared import copy_others, same_bits
 from ds_zipccl.comm.bases.state import AGREEMENT, GATHER, NOTHING_THERE, SOMETHING_ELSE, GatheredParameter, Way
 from ds_zipccl.comm.context import Call, OpContext, Told
 from ds_zipccl.comm.group_state import region_hash
@@ -74,8 +74,7 @@ class CachedParameter(GatheredParameter):
         """Copy the shards of all ranks to the rows of an output, ``[ranks, numel]``. ``own``: the shard of this rank. Blocks."""
         slot = self.slot()
         assert slot is not None  # all ranks have said that it is filled
-        rows[:rank].copy_(slot.memory[:rank])
-        rows[rank + 1 :].copy_(slot.memory[rank + 1 :])
+        copy_others(slot.memory, rows, rank)
         if rows[rank].data_ptr() != own.data_ptr():
             rows[rank].copy_(own)
         self._used = self._proven = True

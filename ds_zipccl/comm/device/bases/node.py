@@ -18,7 +18,7 @@ import torch
 
 from ds_zipccl import tensors
 from ds_zipccl.codecs.known import key_words
-from ds_zipccl.comm.bases.shared import BaseSlot
+from ds_zipccl.comm.bases.shared import BaseSlot, copy_others
 from ds_zipccl.comm.device import gather
 from ds_zipccl.comm.device.context import DeviceContext
 from ds_zipccl.comm.device.gather import Shard
@@ -40,7 +40,7 @@ def copy_whole(ctx: DeviceContext, bases: Sequence[_Read], shard: Shard) -> None
     levels = _levels(bases)
     with ctx.streams.on(Stage.ENCODE):
         for base, rows in bases:
-            _copy_others(base.memory, rows[peer_rows(levels.peers)], levels.node)
+            copy_others(base.memory, rows[peer_rows(levels.peers)], levels.node)
         rows = shard.whole.view(ctx.size, -1)
         if shard.own.data_ptr() != rows[ctx.rank].data_ptr():
             rows[ctx.rank].copy_(shard.own)
@@ -70,7 +70,7 @@ def copy_columns(ctx: DeviceContext, bases: Sequence[_Read]) -> None:
                 for (_, rows), (begin, end) in zip(some, spans, strict=True):
                     for place, ranks in enumerate(zip(*levels.nodes, strict=True)):
                         found, own = rows[peer_rows(ranks)], levels.node if place == mine else len(ranks)
-                        _copy_others(table[place, :, begin:end], found, own)
+                        copy_others(table[place, :, begin:end], found, own)
 
 
 def _columns(ctx: DeviceContext, bases: Sequence[_Read]) -> Iterator[list[tuple[torch.Tensor, torch.Tensor]]]:
@@ -89,13 +89,6 @@ def _columns(ctx: DeviceContext, bases: Sequence[_Read]) -> Iterator[list[tuple[
                 some, left = [], most
     if some:
         yield some
-
-
-def _copy_others(words: torch.Tensor, rows: torch.Tensor, own: int) -> None:
-    """Copy all rows but the own one. Work of the current stream."""
-    for part in (slice(own), slice(own + 1, None)):
-        if len(words[part]):
-            rows[part].copy_(words[part])
 
 
 def look(

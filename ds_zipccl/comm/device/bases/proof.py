@@ -18,7 +18,7 @@ import torch
 
 from ds_zipccl import tensors
 from ds_zipccl.codecs.known import key_words
-from ds_zipccl.comm.bases.shared import BaseSlot
+from ds_zipccl.comm.bases.shared import BaseSlot, copy_others
 from ds_zipccl.comm.device.context import DeviceContext
 from ds_zipccl.comm.device.sizes import to_device
 from ds_zipccl.comm.device.streams import Stage
@@ -112,8 +112,7 @@ def lay_out(bases: Sequence[tuple[BaseSlot, torch.Tensor]], ctx: DeviceContext) 
                         if rank != ctx.rank:
                             row.copy_(words, non_blocking=True)
                 else:
-                    rows[: ctx.rank].copy_(base.memory[: ctx.rank])
-                    rows[ctx.rank + 1 :].copy_(base.memory[ctx.rank + 1 :])
+                    copy_others(base.memory, rows, ctx.rank)
                 own.append(on_device(base.own(ctx.rank), ctx))
     if bases:
         ctx.streams.order(Stage.ENCODE, Stage.DECODE)
