@@ -31,6 +31,7 @@ import trained
 from measured import ROOT, table
 
 from ds_zipccl.__main__ import COMMANDS, PROGRAM
+from ds_zipccl.comm.device import first_steps
 from ds_zipccl.comm.device.choice import Settled
 from ds_zipccl.config import DEFAULT, ENVIRONMENT, KEYS, ZipcclConfig
 from ds_zipccl.frame import CHUNK_BLOCKS
@@ -299,7 +300,7 @@ def device_fill(page: Path) -> str:
 def start_of_nccl(page: Path) -> str:
     """The start-up line of a job whose groups are NCCL's. The speeds are seeds of the model."""
     profile = cost_model.DeviceProfile(network=100e9 / 8 * cost_model.RDMA_REACH)
-    settled = Settled("cuda", cost_model.Topology(2, 8), profile, None, "plain", 8e6, compared=True)
+    settled = Settled("cuda", cost_model.Topology(2, 8), profile, None, "plain", 8e6, compared=1 + first_steps.STEPS)
     config = replace(ON, nccl="auto")
     covered = start_line.describe([start_line.Group(16, {"cuda": "nccl"}, nodes=2)], "cuda", config, settled)
     tried, start_line.kernels.tried = start_line.kernels.tried, lambda device: {"native": ""}

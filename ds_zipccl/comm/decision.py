@@ -11,7 +11,7 @@ from torch.distributed import distributed_c10d as c10d
 
 from ds_zipccl import tensors
 from ds_zipccl.comm import engine, topology
-from ds_zipccl.comm.group_state import GroupState, group_nodes, group_state, link_profile, resolve_group
+from ds_zipccl.comm.group_state import GroupState, group_nodes, group_state, link_profile, resolve_group, state_of
 from ds_zipccl.comm.request import Request, TensorKind, unfit
 from ds_zipccl.config import ZipcclConfig
 from ds_zipccl.policy import admission, cost_model
@@ -47,7 +47,7 @@ def decide(request: Request) -> Choice:
     tensor = request.tensor
     if any(map(tensors.is_traced, {type(one) for one in (*request.outputs, *request.inputs)})):
         return Choice(Decision.passing(PassReason.TRACED))
-    admitted = _remembered(request, TensorKind(tensor.dtype, tensor.device.type, tensor.layout), state)
+    admitted = lasting(request)
     if not admitted.frames:
         return Choice(admitted)
     problem = request.problem or unfit(request.op, request.inputs, request.outputs)
@@ -61,8 +61,10 @@ def decide(request: Request) -> Choice:
     return Choice(admitted)
 
 
-def _remembered(request: Request, kind: TensorKind, state: GroupState) -> Decision:
-    """Return the decision for a request on tensors of a kind."""
+def lasting(request: Request) -> Decision:
+    """Return the decision on a prepared request of a member of its group as far as it is equal at every moment of the program; thus any
+    thread may ask. Does not block."""
+    state, kind = state_of(request.group), TensorKind.of(request.tensor)
     config, role, facts = request.options.config, request.options.role, request.facts()
     # configs are compared by identity, which is cheap; the entry keeps the config alive
     key = (request.op, request.numel, role, kind, facts, request.sum.tolerance, id(config))

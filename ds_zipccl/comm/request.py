@@ -106,7 +106,8 @@ class Request:
     numel: elements of the whole message, equal on all ranks; None: ranks may see different numbers.
     problem: the reason why the arguments cannot be sent; "" if they can.
     sum, segments: of a sum, of an all-to-all. base: the memory of an earlier gather. parameters: those of a gather, whose shards lie
-    end to end in the input. root: the group rank that is the source of a broadcast, or that gets a sum.
+    end to end in the input. root: the group rank that is the source of a broadcast, or that gets a sum. tag: the first tag of messages, of
+    a request that waits for others of the program; None: the next one.
     """
 
     op: str
@@ -124,6 +125,7 @@ class Request:
     base: Base | None = None
     parameters: Sequence[GatheredParameter] = ()
     root: int = 0
+    tag: int | None = None
 
     def prepare(self) -> None:
         """Find the arithmetic of a sum, and whether the call is lossy. Raises ConfigError as :func:`.reduction_order.arithmetic`;

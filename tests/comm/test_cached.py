@@ -36,8 +36,8 @@ def frozen(rank: int, ranks: int, kind: str, later: bool) -> None:
     one = Rank(rank, ranks, kind)
     found, sent = one.gather(0, 1, 2, later=later)
     assert found == {FULL: 1} and sent > 0 and one.agreements == 0
-    for chosen in ((1,), (0, 1, 2), (2, 0), (0,)):
-        assert one.gather(*chosen, later=later) == ({"": 1}, 0) and one.agreements == 1
+    for some in ((1,), (0, 1, 2), (2, 0), (0,)):
+        assert one.gather(*some, later=later) == ({"": 1}, 0) and one.agreements == 1
 
 
 @runner.together(2)
@@ -78,6 +78,26 @@ def schedules(rank: int, ranks: int) -> None:
         for chosen in ((0,), (1,), (2, 1)):
             one.gather(*chosen)
         assert one.gather(0, 1, 2) == one.gather(0, 1, 2) == ({"": 1}, 0)
+
+
+@runner.together(2)
+def in_flight(rank: int, ranks: int) -> None:
+    """Gathers of one parameter at the same time: each has the words of its call, also where one rank writes between the calls, where one
+    rank alone waits at once, and where the base goes meanwhile."""
+    one = Rank(rank, ranks, "device").settle()
+    for _ in range(25):
+        started = [one.start([0, 2], later=rank == 1)]
+        if rank == 0:
+            by_data(one)
+        started += [one.start([2]), one.start([2, 0]), one.start([1, 2], also=9, later=rank == 0)]
+        for whole, wanted, handle in reversed(started):
+            assert (handle is None or handle.wait()) and torch.equal(whole, wanted)
+        one.step(2)
+    copied = one.start([0, 2])
+    for slot in one.slots:
+        slot.free()
+    for whole, wanted, handle in (one.start([2, 0]), copied):
+        assert handle.wait() and torch.equal(whole, wanted)
 
 
 # ---- edits ---------------------------------------------------------------------------------------------------------
@@ -128,9 +148,7 @@ def freed(rank: int, ranks: int) -> None:
         one.slots = []
     assert one.gather(0, 1) == ({"": 1}, 0)
     for parameter in one.cached:
-        slot = parameter.slot()
-        assert slot is not None
-        slot.free()
+        (slot := parameter.slot()).free()
         assert parameter.slot() is None and slot.memory.numel() == 0
 
 

@@ -37,7 +37,6 @@ from torch.distributed.tensor import Shard
 from ds_zipccl import ConfigError, comm, fsdp
 from ds_zipccl.comm import engine
 from ds_zipccl.comm.host import cached
-from ds_zipccl.comm.host.cached import CachedParameter
 from ds_zipccl.telemetry import counters
 
 HOST = {"zero3_base": "host"}
@@ -338,10 +337,10 @@ def _other_sums() -> None:
 def _another_row() -> None:
     """A copy gives the parameters of ranks in another order."""
 
-    def copy(self: CachedParameter, rows: torch.Tensor, rank: int, own: torch.Tensor) -> None:
-        rows.copy_(self.slot().memory.flip(0))  # type: ignore[union-attr]
+    def copy(self: cached.BasedShard, rows: torch.Tensor, rank: int) -> None:
+        rows.copy_(self.slot.memory.flip(0))
 
-    CachedParameter.copy = copy  # type: ignore[method-assign]
+    cached.BasedShard.copy = copy  # type: ignore[method-assign]
 
 
 MISTAKES = {

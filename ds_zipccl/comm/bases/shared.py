@@ -7,6 +7,7 @@ import ctypes
 import itertools
 import mmap
 import os
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -20,7 +21,7 @@ from ds_zipccl.comm import topology
 from ds_zipccl.comm.bases import host_memory
 from ds_zipccl.comm.group_state import group_nodes, group_state
 from ds_zipccl.comm.topology import Levels
-from ds_zipccl.comm.work import CommError
+from ds_zipccl.comm.work import CommError, Work
 from ds_zipccl.telemetry import counters
 
 #: Shards begin at multiples of this many bytes (seed: a cache line).
@@ -64,6 +65,7 @@ class BaseSlot:
     version: int = 0
     freed: bool = False
     levels: Levels | None = None
+    _gather: weakref.ref[Work] | None = None
 
     def fits(self, ranks: int, numel: int, dtype: torch.dtype) -> bool:
         """Return whether the slot is for a gather over so many ranks of shards of ``numel`` elements. Equal on all ranks."""
@@ -74,8 +76,19 @@ class BaseSlot:
         """Return the shard of this rank, whose number in the group is ``rank``."""
         return self.memory[rank if self.levels is None else self.levels.node]
 
+    def read_by(self, work: Work | None) -> None:
+        """Note the last gather that reads or fills the slot; None: it has ended. The handle's tensors are not kept alive."""
+        self._gather = None if work is None else weakref.ref(work)
+
+    def in_flight(self) -> Work | None:
+        """Return the last gather that reads or fills the slot, None if it has ended; a handle that is gone has."""
+        return None if self._gather is None else self._gather()
+
     def free(self) -> None:
-        """Give the memory back; no gather has this base any more. All ranks of the group call, once no work on a device reads it."""
+        """Give the memory back; no gather has this base any more. All ranks of the group call, once no work on a device reads it. Blocks
+        while a thread does."""
+        if (work := self.in_flight()) is not None:
+            work.join()
         self.freed, self.filled = True, False
         self.memory = tensors.empty(0, self.memory.dtype).view(0, 0)
 

@@ -74,6 +74,7 @@ class MessageEngine(Engine):
         shadow = shadow_of(request, decision.lossy)
         ctx = OpContext(
             *request.call(decision.codec),
+            tag=request.tag,
             nodes=group_nodes(resolve_group(request.group)) if decision.by_node else (),
             with_base=decision.with_base,
             sums=request.sum.op is not None,

@@ -58,8 +58,8 @@ def all_gather_into_tensor(
     Either all ranks give a base or none does. Shards go as differences if all ranks prove to hold the same base.
 
     ``parameters``: those whose shards lie end to end in the input (:func:`ds_zipccl.comm.parameter`), on all ranks or on none. On groups in
-    the order of streams their frames have agreed sizes, and the host waits only where a parameter has none. Elsewhere the call waits for a
-    small message of all ranks where one has a filled base, and what has not changed is copied before the call returns.
+    the order of streams their frames have agreed sizes, and the host waits only where a parameter has none. Elsewhere the
+    operation begins with a small message of all ranks where one has a filled base, and what has not changed is copied.
 
     Raises:
         ValueError: the parameters are not those of the input.
