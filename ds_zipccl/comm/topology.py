@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
 
+import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store, _get_default_store
 
@@ -229,9 +230,16 @@ def levels(nodes: Sequence[Sequence[int]]) -> bool:
     return len(nodes) > 1 and len(nodes[0]) > 1 and len({len(ranks) for ranks in nodes}) == 1
 
 
-def peer_rows(peers: Sequence[int]) -> slice:
-    """Return the ranks with one local rank as a slice of those of the group. They are several, and lie equally far from each other."""
-    return slice(peers[0], peers[-1] + 1, peers[1] - peers[0])
+def is_grid(nodes: Sequence[Sequence[int]]) -> bool:
+    """Return whether the ranks of a group follow each other node by node, or local rank by local rank. Nodes have equally many ranks."""
+    by_node, by_local_rank = itertools.chain(*nodes), itertools.chain(*zip(*nodes, strict=True))
+    return list(range(len(nodes) * len(nodes[0]))) in (list(by_node), list(by_local_rank))
+
+
+def grid(rows: torch.Tensor, nodes: Sequence[Sequence[int]]) -> torch.Tensor:
+    """Return rows of all ranks, which :func:`is_grid`, as a view ``[nodes, local ranks, ...]``."""
+    shape = len(nodes), len(nodes[0])
+    return rows.view(*shape, -1) if nodes[0][1] == 1 else rows.view(*shape[::-1], -1).transpose(0, 1)
 
 
 def ascending(nodes: Sequence[Sequence[int]]) -> bool:

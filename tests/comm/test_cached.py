@@ -82,8 +82,7 @@ def schedules(rank: int, ranks: int) -> None:
 
 @runner.together(2)
 def in_flight(rank: int, ranks: int) -> None:
-    """Gathers of one parameter at the same time: each has the words of its call, also where one rank writes between the calls, where one
-    rank alone waits at once, and where the base goes meanwhile."""
+    """Gathers of one parameter at once: each has the words of its call, whoever writes, waits or frees the base between them."""
     one = Rank(rank, ranks, "device").settle()
     for _ in range(25):
         started = [one.start([0, 2], later=rank == 1)]
@@ -234,7 +233,6 @@ def ranks_of_a_node_share_a_copy(rank: int, ranks: int) -> None:
 def refused(rank: int, ranks: int) -> None:
     """A rank that refuses a frame goes on, and the next gather goes in full for all ranks."""
     one = Rank(rank, ranks)
-
     frames.decompress = refusing(SHARDS[0]) if rank == 0 else decompress
     if rank == 0:
         with pytest.raises(comm.CommError, match="refused"):
@@ -348,10 +346,6 @@ def test_groups_of_version_1(machine: Path) -> None:
     assert left() == 1000
 
 
-def test_here() -> None:
-    assert 0 < host_memory.available() < 1 << 50
-
-
 def mapped(process: int) -> set[str]:
     """Names of the shared memory that a process maps."""
     lines = Path(f"/proc/{process}/maps").read_text().splitlines()
@@ -412,6 +406,7 @@ def the_memory_goes_with_its_last_slot(rank: int, ranks: int) -> None:
 def test_places_differ_where_processes_do_not_see_each_other() -> None:
     """Two interpreters here are at one place; one in a PID namespace of its own is not, whatever it sees in /proc, and one without /proc
     is at no other's."""
+    assert 0 < host_memory.available() < 1 << 50
     program = f"import runpy; print(runpy.run_path({host_memory.__file__!r})['place']())"  # without torch
     assert host_memory.place() == host_memory.place() == said([sys.executable, "-c", program])
     with pytest.MonkeyPatch.context() as patch:

@@ -150,9 +150,7 @@ def node_refused(group: dist.ProcessGroup) -> str:
         return f"its nodes have {sizes[0]} to {sizes[-1]} ranks, and a copy is spread over equally many"
     if sizes == [1]:
         return "it has one rank per node, on which a whole copy would lie"
-    if any(
-        len({after - before for before, after in itertools.pairwise(ranks)}) > 1 for ranks in zip(*nodes, strict=True)
-    ):
+    if not topology.is_grid(nodes):
         return "its ranks lie on its nodes in no regular order"
     return ""
 
@@ -265,8 +263,9 @@ def _agreeing(nbytes: int, group: dist.ProcessGroup, device: torch.device) -> It
 
 def copy_others(words: torch.Tensor, rows: torch.Tensor, own: int) -> None:
     """Copy all rows of a base to those of an output, except for row ``own``, which the caller has. Work of the current stream."""
-    rows[:own].copy_(words[:own])
-    rows[own + 1 :].copy_(words[own + 1 :])
+    for some in (slice(own), slice(own + 1, None)):
+        if len(rows[some]):
+            rows[some].copy_(words[some])
 
 
 def same_bits(shard: torch.Tensor, row: torch.Tensor) -> bool:

@@ -107,7 +107,9 @@ def _start(call: Call, request: Request, columns: Sequence[_Column]) -> Any:
         if copied:
             _copy(call, copied)
         if copied and sent:
-            part, shard = _laid_out(call, sent)
+            shards = [one.shard for one in sent]
+            part = tensors.empty(call.size * sum(map(len, shards)), whole.dtype, whole.device)
+            shard = torch.cat(shards, out=equal_shards(part, call.size)[call.rank])
             rest = replace(rest, inputs=[shard], outputs=[part], numel=part.numel())
         if sent:
             _send(ctx, rest, whole, sent, shadow, coded)
@@ -128,13 +130,6 @@ def _copy(call: Call, columns: Sequence[_Column]) -> None:
     nbytes = sum(one.rows.numel() * one.rows.element_size() for one in columns)
     counters.record(call.role, GATHER, OPS[GATHER].sent_bytes(nbytes, call.size), 0)
     counters.record_difference(call.role, GATHER, "")
-
-
-def _laid_out(call: Call, columns: Sequence[_Column]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return memory for a gather of parameters, and the own shards in it, end to end."""
-    first = columns[0].shard
-    whole = tensors.empty(call.size * sum(one.shard.numel() for one in columns), first.dtype, first.device)
-    return whole, torch.cat([one.shard for one in columns], out=equal_shards(whole, call.size)[call.rank])
 
 
 def _send(

@@ -25,7 +25,7 @@ from ds_zipccl.comm.device.gather import Shard
 from ds_zipccl.comm.device.reports import WRONG_COPY
 from ds_zipccl.comm.device.streams import Stage
 from ds_zipccl.comm.group_state import hash_key
-from ds_zipccl.comm.topology import Levels, peer_rows
+from ds_zipccl.comm.topology import Levels, grid
 
 #: A base, and the rows of its parameter in an output, ``[ranks, numel]``.
 _Read = tuple[BaseSlot, torch.Tensor]
@@ -37,10 +37,10 @@ def copy_whole(ctx: DeviceContext, bases: Sequence[_Read], shard: Shard) -> None
     The ranks of the node get the own shard from its place in the output, where it is put: it has the words of the base, unless it was
     changed behind our back, which :func:`.proof.watch` reports.
     """
-    levels = _levels(bases)
+    levels, mine = _levels(bases), _levels(bases).local_rank
     with ctx.streams.on(Stage.ENCODE):
         for base, rows in bases:
-            copy_others(base.memory, rows[peer_rows(levels.peers)], levels.node)
+            copy_others(base.memory, grid(rows, levels.nodes)[:, mine], levels.node)
         rows = shard.whole.view(ctx.size, -1)
         if shard.own.data_ptr() != rows[ctx.rank].data_ptr():
             rows[ctx.rank].copy_(shard.own)
@@ -51,26 +51,24 @@ def copy_whole(ctx: DeviceContext, bases: Sequence[_Read], shard: Shard) -> None
 def copy_columns(ctx: DeviceContext, bases: Sequence[_Read]) -> None:
     """Give the rows of some parameters of an output the shards of all other ranks from their bases. The decoding stream follows."""
     levels = _levels(bases)
-    mine, others = levels.local_rank, [rank for rank in levels.node_ranks if rank != ctx.rank]
+    mine, ranks = levels.local_rank, levels.node_ranks
     for some in _columns(ctx, bases):
         dtype = some[0][1].dtype
         ends = list(itertools.accumulate((rows.shape[1] for _, rows in some), initial=0))
         spans = list(itertools.pairwise(ends))
         with ctx.streams.staging(ctx.size * ends[-1] * dtype.itemsize, ctx.budget) as staging:
-            table = staging.view(dtype).view(len(levels.node_ranks), len(levels.nodes), ends[-1])
+            table = staging.view(dtype).view(len(ranks), len(levels.nodes), ends[-1])
             with ctx.streams.on(Stage.ENCODE):
                 for (words, _), (begin, end) in zip(some, spans, strict=True):
                     table[mine, :, begin:end].copy_(words)
             with ctx.streams.wire():
-                coming = {
-                    rank: table[place].view(-1) for place, rank in enumerate(levels.node_ranks) if rank != ctx.rank
-                }
-                ctx.transport.exchange(coming, dict.fromkeys(others, table[mine].view(-1)))
+                coming = {rank: part for rank, part in zip(ranks, table.flatten(1), strict=True) if rank != ctx.rank}
+                ctx.transport.exchange(coming, dict.fromkeys(coming, table[mine].view(-1)))
             with ctx.streams.on(Stage.DECODE):
                 for (_, rows), (begin, end) in zip(some, spans, strict=True):
-                    for place, ranks in enumerate(zip(*levels.nodes, strict=True)):
-                        found, own = rows[peer_rows(ranks)], levels.node if place == mine else len(ranks)
-                        copy_others(table[place, :, begin:end], found, own)
+                    read, places = table[:, :, begin:end].transpose(0, 1), grid(rows, levels.nodes)
+                    copy_others(read, places, levels.node)
+                    copy_others(read[levels.node], places[levels.node], mine)
 
 
 def _columns(ctx: DeviceContext, bases: Sequence[_Read]) -> Iterator[list[tuple[torch.Tensor, torch.Tensor]]]:

@@ -23,7 +23,7 @@ from ds_zipccl.comm.device.context import DeviceContext
 from ds_zipccl.comm.device.sizes import to_device
 from ds_zipccl.comm.device.streams import Stage
 from ds_zipccl.comm.group_state import hash_key
-from ds_zipccl.comm.topology import peer_rows
+from ds_zipccl.comm.topology import grid
 
 #: Words of a proof of one region: both halves of the hash, each followed by the inverted half.
 PROOF_WORDS = 4
@@ -126,7 +126,7 @@ def keep(bases: Sequence[tuple[BaseSlot, torch.Tensor]], ctx: DeviceContext) -> 
     with ctx.streams.on(Stage.DECODE):
         for base, rows in bases:
             if base.levels is not None:
-                base.memory.copy_(rows[peer_rows(base.levels.peers)])
+                base.memory.copy_(grid(rows, base.levels.nodes)[:, base.levels.local_rank])
                 continue
             count, place = len(base.node_ranks), list(base.node_ranks).index(ctx.rank)
             part = slice(place * ctx.size // count, (place + 1) * ctx.size // count)
