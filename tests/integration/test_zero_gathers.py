@@ -20,6 +20,7 @@ from ds_zipccl.integration import hints, hook_points, hooks
 from ds_zipccl.integration.zero import buckets, gathers
 from ds_zipccl.integration.zero.buckets import Bucket
 from ds_zipccl.policy.admission import STREAM_BACKENDS, PassReason
+from ds_zipccl.telemetry import counters
 
 DATA, OTHER = object(), object()  # groups
 ON = ZipcclConfig(enabled=True, zero3_base="device")
@@ -54,7 +55,8 @@ class Memory:
         members = SimpleNamespace(
             size=size, backend=lambda device: backend, streams=lambda device: backend in STREAM_BACKENDS
         )
-        monkeypatch.setattr(gathers, "group_state", lambda group: None if group is None else members)
+        for name in ("group_state", "state_of"):
+            monkeypatch.setattr(gathers, name, lambda group: None if group is None else members)
         monkeypatch.setattr(gathers, "group_size", lambda group: -1 if group is None else size)
         monkeypatch.setattr(gathers.comm, "allocate_bases", self.keep)
 
@@ -187,13 +189,11 @@ def test_by_itself_only_frozen_parameters_have_bases(monkeypatch: pytest.MonkeyP
     params = [frozen(0), parameter(1), frozen(2), frozen(3, persist=True), torch.nn.Parameter(torch.zeros(3), False)]
     asked, have, said = automatic(monkeypatch, params, node_ranks=2)
     assert asked == [([SHARD, SHARD], "host", DATA, "cpu")] and have == [params[0], params[2]]
-    further = '; "host" keeps trained ones too'
-    assert said.partition(further)[0] == "0.0 MB, shared by the 2 ranks of a node, for 2 frozen parameters"
-    said = (
-        'none: no gathered parameter is frozen now; "host" keeps trained ones too in 0.0 MB of each node\'s host memory: '
-        "backward passes and further micro-batches gather without a message"
-    )
-    assert automatic(monkeypatch, [parameter(0), frozen(1, persist=True)]) == ([], [], said)
+    assert said.startswith('0.0 MB, shared by the 2 ranks of a node, for 2 frozen parameters; "host" keeps')
+    said = automatic(monkeypatch, [parameter(0), frozen(1, persist=True)])[2]
+    further = """host" keeps trained ones too in 0.0 MB of each node's memory: backward passes and further micro-batches gather without"""
+    assert said == f'none: no gathered parameter is frozen now; "{further} a message'
+    assert said.partition("; ")[2] in [row["choices"].get("zero3_base", ("",))[0] for row in counters.rows()]
     assert automatic(monkeypatch, [frozen(0)], size=1) == ([], [], "")
     assert automatic(monkeypatch, params, other="ftt")[1] == [params[0]]  # which gathers send is no matter of one rank
 

@@ -14,10 +14,11 @@ from ds_zipccl.comm import GatheredParameter, topology
 from ds_zipccl.comm import engine as comm_engine
 from ds_zipccl.comm.bases import host_memory
 from ds_zipccl.comm.bases.shared import BaseSlot, choose_fitting, held_share, node_refused
-from ds_zipccl.comm.group_state import group_nodes, group_size, group_state, resolve_group
+from ds_zipccl.comm.group_state import group_nodes, group_size, group_state, resolve_group, state_of
 from ds_zipccl.config import ZipcclConfig
 from ds_zipccl.integration import hints, hook_points
 from ds_zipccl.policy import admission
+from ds_zipccl.telemetry import counters
 
 #: Attribute of a parameter: its :class:`ds_zipccl.comm.GatheredParameter`, see :mod:`.versions`.
 STATE = "ds_zipccl_state"
@@ -214,17 +215,17 @@ def _further(
     if not kinds or nbytes * NAMED_PART < _nbytes(gathered):
         return ""
     group, kind, gained = some[0].group, kinds[0], ""
-    members = group_state(group)
-    assert members is not None  # its size is known
+    members = state_of(group)
     if members.streams(device.type):
         seconds = comm_engine.engine_of(members, device.type).saved_by_bases(kind, nbytes, group, device.type)
         if seconds <= 0:
             return ""
         gained = f", which saves {seconds:.2g} s in each"
-    size = f"{nbytes / 1e6:.1f} MB of each node's host memory"
-    if kind == "node":
-        size = f"{nbytes / 1e6 / len(group_nodes(group)[0]):.1f} MB of each device's memory"
-    return f'; "{kind}" keeps trained ones too in {size}: backward passes and further micro-batches gather without a message{gained}'
+    devices_of_node = len(group_nodes(group)[0]) if kind == "node" else 1
+    size = f"{nbytes / 1e6 / devices_of_node:.1f} MB of each {'device' if kind == 'node' else 'node'}'s memory"
+    said = f'"{kind}" keeps trained ones too in {size}: backward passes and further micro-batches gather without a message{gained}'
+    counters.record_choice("zero_param", "all_gather_into_tensor", "zero3_base", said)  # for the table at the end
+    return f"; {said}"
 
 
 def _allocated(
@@ -323,8 +324,7 @@ def _usable(
     the bus to host memory.
     """
     group = params[0].group
-    members = group_state(group)
-    assert members is not None  # its size is known
+    members = state_of(group)
     backend, streams, off = members.backend(device.type), members.streams(device.type), config.nccl == "off"
     where = f"on {device.type} over {backend}"
     dtypes = admission.difference_dtypes(device.type, backend)
