@@ -202,12 +202,12 @@ def test_every_place_has_a_row_and_every_row_a_place() -> None:
     [
         "dist.all_reduce(tensor)", "group.allgather(tensor)", "_get_default_store().set('key', text)", "ctx.transport.max(words)",
         "transport.post_send(frame, 0, 1)", "region_hash(words)", "topology.tell(group, text)", "functools.partial(topology.tell, group)",
-        "Told(ctx, words, 'numbers', 0)", "open_exchange(ctx, 0)",
+        "SmallGather(ctx, words, 'numbers', 0)", "open_exchange(ctx, 0)",
     ],
 )  # fmt: skip
 def test_a_new_place_without_a_row_is_found(body: str) -> None:
     """Planted in a function of its own, in a file that imports what it calls."""
-    homes = {"Told": "context", "open_exchange": "host.pipeline", "region_hash": "group_state"}
+    homes = {"SmallGather": "context", "open_exchange": "host.pipeline", "region_hash": "group_state"}
     imports = [f"from ds_zipccl.comm.{home} import {name}" for name, home in homes.items()]
     text = "\n".join(("from ds_zipccl.comm import topology", *imports, "def planted(*args):", f"    {body}"))
     rows = listed((ROOT / "docs" / "architecture.md").read_text())

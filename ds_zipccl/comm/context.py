@@ -129,8 +129,8 @@ class OpContext(Call):
         if rows and config.route not in state.row_kernels:
             kernel_backend = kernels.preferred(config.route, "cpu")
             lacking = kernels.lacking(functools.partial(kernels.row_route, kernel_backend, "cpu"))
-            flag = tensors.of_numbers([bool(lacking)], torch.uint8)
-            state.row_kernels[config.route] = Told(self, flag, "flags of row kernels", TagRange.CALIBRATION + 1).all
+            flag, tag = tensors.of_numbers([bool(lacking)], torch.uint8), TagRange.CALIBRATION + 1
+            state.row_kernels[config.route] = SmallGather(self, flag, "flags of row kernels", tag).all
         self._row_kernels = state.row_kernels.get(config.route) if rows else None
 
     def tag(self, index: int) -> int:
@@ -180,8 +180,8 @@ class _Naming(NamedTuple):  # no generator: every message enters several, and a 
             raise self.ctx.error(f"{self.doing}{name}: {error}") from error
 
 
-class Told:
-    """An exchange of small tensors of one shape between all ranks. The constructor posts the messages with ``tag``, and does not block.
+class SmallGather:
+    """An all-gather of small tensors of one shape. The constructor posts the messages with ``tag``, and does not block.
     ``what`` names the contents in errors."""
 
     def __init__(self, ctx: OpContext, mine: torch.Tensor, what: str, tag: int) -> None:

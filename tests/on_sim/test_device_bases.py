@@ -16,7 +16,7 @@ from sim.scheduler import Fault
 
 from ds_zipccl import comm
 from ds_zipccl.comm import topology
-from ds_zipccl.comm.bases.state import Way
+from ds_zipccl.comm.bases.state import Source
 from ds_zipccl.comm.device import gather
 from ds_zipccl.comm.device.bases import agreed, proof
 from ds_zipccl.comm.device.streams import Streams
@@ -260,7 +260,7 @@ def _stale_version(patch: pytest.MonkeyPatch) -> None:
     def stale(self: agreed.Agreed, *sizes: Any) -> None:
         begin(self, *sizes)
         slot = self.slot()
-        self.way = Way.COPY if slot is not None and slot.filled else Way.FULL
+        self.source = Source.COPY if slot is not None and slot.filled else Source.FULL
 
     patch.setattr(agreed.Agreed, "_agreed", stale)
 

@@ -19,8 +19,8 @@ NOTHING_THERE, SOMETHING_ELSE = "nothing was gathered there", "a rank holds some
 NO_KERNELS = "a rank has no kernels of differences"
 
 
-class Way(Enum):
-    """How the next gather gives a parameter: by its words, by what differs from the base, or as a copy of the base, without a message."""
+class Source(Enum):
+    """What gives a parameter to the next gather: its words, what differs from the base, or a copy of the base, without a message."""
 
     FULL = "full"
     DELTA = "delta"
@@ -29,7 +29,7 @@ class Way(Enum):
 
 class GatheredParameter:
     """A parameter that is gathered again and again; an engine makes it (:func:`ds_zipccl.comm.parameter`). Every rank of its group has such
-    an object for its own shard. Calls are equal on all ranks, in program order, and so is ``way``, the way of the next gather.
+    an object for its own shard. Calls are equal on all ranks, in program order, and so is ``source``, that of the next gather.
 
     Args:
         name: of the parameter, for messages.
@@ -38,13 +38,13 @@ class GatheredParameter:
     """
 
     def __init__(self, name: str, numel: int, dtype: torch.dtype | None = None) -> None:
-        self.name, self.numel, self.dtype, self.way = name, numel, dtype, Way.FULL
+        self.name, self.numel, self.dtype, self.source = name, numel, dtype, Source.FULL
         self._base: BaseSlot | None = None
 
     def hold(self, base: BaseSlot) -> None:
         """Have a base, until a call of all ranks frees it: if its life hung on references, garbage collection on one rank would decide how
         all ranks gather. All ranks of the group call. Differences must be wanted, see :class:`.ZipcclConfig`."""
-        self._base, self.way = base, Way.FULL
+        self._base, self.source = base, Source.FULL
 
     def slot(self) -> BaseSlot | None:
         """Return the base, None if there is none. Equal on all ranks."""
@@ -57,4 +57,4 @@ class GatheredParameter:
 
     def forget(self) -> None:
         """End the version: the shard changes. All ranks of the group call, before one of them uses the changed shard. Does not block."""
-        self.way = Way.FULL
+        self.source = Source.FULL

@@ -23,7 +23,7 @@ import torch
 from ds_zipccl import tensors
 from ds_zipccl.comm.bases.shared import BaseSlot, copy_others, same_bits
 from ds_zipccl.comm.bases.state import AGREEMENT, GATHER, NOTHING_THERE, SOMETHING_ELSE, GatheredParameter
-from ds_zipccl.comm.context import Call, OpContext, Told
+from ds_zipccl.comm.context import Call, OpContext, SmallGather
 from ds_zipccl.comm.group_state import region_hash
 from ds_zipccl.telemetry import counters
 
@@ -36,7 +36,7 @@ _CHANGED, _UNFILLED = -1, -2
 
 
 class CachedParameter(GatheredParameter):
-    """A parameter that may be copied from its base. ``way`` is DELTA once a gather is to fill the base; every later one asks.
+    """A parameter that may be copied from its base. ``source`` is DELTA once a gather is to fill the base; every later one asks.
     ``trained``: optimizer steps change it, so that a change is no event to count. Ranks may differ."""
 
     def __init__(self, name: str, numel: int, dtype: torch.dtype | None = None, *, trained: bool = False) -> None:
@@ -123,7 +123,7 @@ def ask(ctx: OpContext, asked: Sequence[BasedShard]) -> list[bool]:
         return []
     mine = tensors.of_numbers([(one.answer(ctx.rank), one.audit(ctx.hash_key)) for one in asked], torch.int64)
     # in an order of this rank's own: none counts
-    ranks = Told(ctx, mine, "the answers to a question", ctx.tag(0)).all()
+    ranks = SmallGather(ctx, mine, "the answers to a question", ctx.tag(0)).all()
     counters.record(ctx.role, AGREEMENT, 0, len(ctx.peers) * mine.nbytes)
     said = ranks.transpose(0, 1).tolist()  # [parameters, ranks, numbers]
     reasons = [one.parameter.reason(ctx, *zip(*numbers, strict=True)) for one, numbers in zip(asked, said, strict=True)]

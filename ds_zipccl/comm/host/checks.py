@@ -8,7 +8,7 @@ from contextlib import contextmanager, suppress
 import torch
 
 from ds_zipccl import tensors
-from ds_zipccl.comm.context import OpContext, Told, packed, unpacked
+from ds_zipccl.comm.context import OpContext, SmallGather, packed, unpacked
 from ds_zipccl.comm.host.pipeline import abandon
 from ds_zipccl.comm.request import compare_by, problem_of
 from ds_zipccl.comm.shadow_check import Shadow
@@ -26,7 +26,7 @@ def telling_failures(ctx: OpContext) -> Iterator[None]:
         yield
     except BaseException as error:
         with suppress(RuntimeError):
-            abandon(_told(ctx, problem_of(ctx, error)))
+            abandon(_outcomes(ctx, problem_of(ctx, error)))
         raise
 
 
@@ -40,11 +40,11 @@ def compare_on_all_ranks(ctx: OpContext, shadow: Shadow, outputs: Sequence[torch
     """
 
     def tell(text: str) -> dict[int, str]:
-        texts = [unpacked(part) for part in _told(ctx, text).all()]
+        texts = [unpacked(part) for part in _outcomes(ctx, text).all()]
         return dict(zip((ctx.rank, *ctx.peers), texts, strict=True))
 
     compare_by(ctx, shadow, outputs, tell)
 
 
-def _told(ctx: OpContext, text: str) -> Told:
-    return Told(ctx, tensors.of_buffer(packed(text)), "the outcomes of a check", ctx.tag(_OUTCOME))
+def _outcomes(ctx: OpContext, text: str) -> SmallGather:
+    return SmallGather(ctx, tensors.of_buffer(packed(text)), "the outcomes of a check", ctx.tag(_OUTCOME))

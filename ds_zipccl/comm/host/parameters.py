@@ -19,7 +19,7 @@ import torch
 from ds_zipccl import tensors
 from ds_zipccl.codecs import memory
 from ds_zipccl.comm import engine, work
-from ds_zipccl.comm.bases.state import AGREEMENT, GATHER, Way
+from ds_zipccl.comm.bases.state import AGREEMENT, GATHER, Source
 from ds_zipccl.comm.context import Call, OpContext
 from ds_zipccl.comm.decision import lasting
 from ds_zipccl.comm.group_state import group_size
@@ -91,9 +91,9 @@ def _start(call: Call, request: Request, columns: Sequence[_Column]) -> Any:
     coded = engine.engine_for(request).passes_now(request) is None
     bases = {number: one.based for number, one in enumerate(columns) if one.based is not None}
     before = [earlier for one in bases.values() if (earlier := one.slot.in_flight()) is not None]
-    asked = {number: one for number, one in bases.items() if one.parameter.way is Way.DELTA}
+    asked = {number: one for number, one in bases.items() if one.parameter.source is Source.DELTA}
     for one in bases.values():
-        one.parameter.way = Way.DELTA
+        one.parameter.source = Source.DELTA
 
     @torch.inference_mode()
     @tensors.undisturbed()

@@ -25,7 +25,7 @@ import torch.distributed as dist
 
 from ds_zipccl import tensors
 from ds_zipccl.comm.bases.shared import BaseSlot
-from ds_zipccl.comm.bases.state import AGREEMENT, NOTHING_THERE, SOMETHING_ELSE, GatheredParameter, Way
+from ds_zipccl.comm.bases.state import AGREEMENT, NOTHING_THERE, SOMETHING_ELSE, GatheredParameter, Source
 from ds_zipccl.comm.device import gather
 from ds_zipccl.comm.device.bases import node, proof
 from ds_zipccl.comm.device.context import DeviceContext
@@ -64,11 +64,11 @@ class _Kind(NamedTuple):
         """Return the pieces of a parameter."""
         return gather.pieces_of([[numel]], self.dtype.itemsize, self.group.size, self.budget)
 
-    def codes(self, piece: Piece, way: Way) -> bool:
+    def codes(self, piece: Piece, source: Source) -> bool:
         """Return whether the size of a piece's frame depends on its words. Smaller pieces go raw, and those of dtypes that are coded as
         differences alone go raw without a base."""
         large = piece.numel * self.dtype.itemsize >= wire.RAW_BELOW_BYTES
-        return large and (way is Way.DELTA or self.codec != "raw")
+        return large and (source is Source.DELTA or self.codec != "raw")
 
 
 class Agreed(GatheredParameter):
@@ -77,7 +77,7 @@ class Agreed(GatheredParameter):
     def __init__(self, name: str, numel: int, dtype: torch.dtype | None = None) -> None:
         super().__init__(name, numel, dtype)
         #: Bytes of the largest frame of each piece, while the version lasts; of differences only where all ranks hold the base.
-        self.sizes: dict[Way, Sequence[int]] = {}
+        self.sizes: dict[Source, Sequence[int]] = {}
         #: A number of this process that no other agreement has; 0 before the first.
         self.version = 0
         self._kind: _Kind | None = None
@@ -91,16 +91,16 @@ class Agreed(GatheredParameter):
     def _agreed(self, kind: _Kind, sizes: Sequence[int], deltas: Sequence[int] | None = None, held: int = 0) -> None:
         """Begin a version. ``deltas`` None: the base is not filled, or the proof has failed. ``held``: the largest version of any base."""
         self._held = held
-        self._kind, self.sizes, self.version = kind, {Way.FULL: sizes, Way.DELTA: deltas or ()}, next(_versions)
-        self.way = Way.FULL if deltas is None else Way.DELTA
+        self._kind, self.sizes, self.version = kind, {Source.FULL: sizes, Source.DELTA: deltas or ()}, next(_versions)
+        self.source = Source.FULL if deltas is None else Source.DELTA
 
     def keep(self, ctx: DeviceContext, base: BaseSlot) -> None:
-        """Note that the base holds the words of this version after a gather of :attr:`way`."""
+        """Note that the base holds the words of this version after a gather of :attr:`source`."""
         reason = SOMETHING_ELSE if base.filled else NOTHING_THERE
-        counters.record_difference(ctx.role, ctx.op, reason if self.way is Way.FULL else "")
-        if self.way is not Way.COPY:
+        counters.record_difference(ctx.role, ctx.op, reason if self.source is Source.FULL else "")
+        if self.source is not Source.COPY:
             base.version = self._held + 1
-        base.filled, self.way = True, Way.COPY
+        base.filled, self.source = True, Source.COPY
 
 
 class _Unchecked:
@@ -114,8 +114,8 @@ class _Unchecked:
 
 
 _versions = itertools.count(1)
-#: Versions and ways of the parameters of a gather -> its layouts. A version has one kind and one list of sizes for each way.
-_plans: dict[tuple[tuple[int, Way], ...], Sequence[tuple[Way, Plan]]] = {}
+#: Versions and sources of the parameters of a gather -> its layouts. A version has one kind and one list of sizes for each source.
+_plans: dict[tuple[tuple[int, Source], ...], Sequence[tuple[Source, Plan]]] = {}
 
 
 def agree_all(
@@ -143,13 +143,13 @@ def agree_all(
         ctx.streams.order(Stage.DECODE, Stage.ENCODE)  # earlier gathers have written the bases
     labels: list[Hashable] = []
     asked: list[torch.Tensor] = []
-    for dtype, way in itertools.product(dict.fromkeys(kind.dtype for *_, kind in missing), (Way.FULL, Way.DELTA)):
+    for dtype, source in itertools.product({kind.dtype: 0 for *_, kind in missing}, (Source.FULL, Source.DELTA)):
         coded: list[_Asked] = []
         for number, ((one, words, kind), base) in enumerate(zip(missing, bases, strict=True)):
-            if kind.dtype is dtype and (way is Way.FULL or base is not None):
-                some = [piece for piece in kind.pieces(one.numel) if kind.codes(piece, way)]
-                coded += [(words, base if way is Way.DELTA else None, piece) for piece in some]
-                labels += [(way, number, piece.start) for piece in some]
+            if kind.dtype is dtype and (source is Source.FULL or base is not None):
+                some = [piece for piece in kind.pieces(one.numel) if kind.codes(piece, source)]
+                coded += [(words, base if source is Source.DELTA else None, piece) for piece in some]
+                labels += [(source, number, piece.start) for piece in some]
         if coded:
             asked.append(_sizes(ctx, coded, dtype))
     based = {number: base for number, base in enumerate(bases) if base is not None}
@@ -163,10 +163,10 @@ def agree_all(
     for number, (one, _, kind) in enumerate(missing):
         full, delta = (
             [
-                answer.get((way, number, piece.start), piece.numel * kind.dtype.itemsize + HEADER_BYTES)
+                answer.get((source, number, piece.start), piece.numel * kind.dtype.itemsize + HEADER_BYTES)
                 for piece in kind.pieces(one.numel)
             ]
-            for way in (Way.FULL, Way.DELTA)
+            for source in (Source.FULL, Source.DELTA)
         )
         if number not in based:
             one._agreed(kind, full)
@@ -225,21 +225,21 @@ def gather_parameters(ctx: DeviceContext, own: torch.Tensor, whole: torch.Tensor
         _agreement(ctx, [])
     unchecked.copies = unchecked.copies or 0
     held = [one.fitting(ctx.size, kind.dtype) for one in parameters]
-    ways = [Way.FULL if base is None else one.way for one, base in zip(parameters, held, strict=True)]
+    sources = [Source.FULL if base is None else one.source for one, base in zip(parameters, held, strict=True)]
     based = [(number, base) for number, base in enumerate(held) if base is not None]
     rows: Sequence[torch.Tensor] = whole.view(ctx.size, -1).split(list(shard.sizes), 1) if based else ()
-    read = [(number, base) for number, base in based if ways[number] is not Way.FULL]
-    lasts = _lay_out(ctx, shard, {number: (base, rows[number]) for number, base in read}, ways)
+    read = [(number, base) for number, base in based if sources[number] is not Source.FULL]
+    lasts = _lay_out(ctx, shard, {number: (base, rows[number]) for number, base in read}, sources)
     starts = [0, *itertools.accumulate(shard.sizes)]
-    for way, plan in _plans_of(ctx, shard, parameters, ways):
+    for source, plan in _plans_of(ctx, shard, parameters, sources):
         places = [(piece.parameter, piece.start - starts[piece.parameter], piece.numel) for piece in plan.pieces]
-        words = [lasts[number].narrow(0, start, numel) for number, start, numel in places] if way is Way.DELTA else None
+        words = [lasts[number].narrow(0, *span) for number, *span in places] if source is Source.DELTA else None
         gather.send_planned(ctx, [shard], plan, words)
     gather.put_own(ctx, [shard])
-    proof.keep([(base, rows[number]) for number, base in based if ways[number] is not Way.COPY], ctx)
+    proof.keep([(base, rows[number]) for number, base in based if sources[number] is not Source.COPY], ctx)
     for number, base in based:
         parameters[number].keep(ctx, base)
-    copied = [number for number, way in enumerate(ways) if way is Way.COPY]
+    copied = [number for number, source in enumerate(sources) if source is Source.COPY]
     if copied:
         unchecked.copies += 1
         shards = own.split(list(shard.sizes))
@@ -253,14 +253,14 @@ def gather_parameters(ctx: DeviceContext, own: torch.Tensor, whole: torch.Tensor
 
 
 def _lay_out(
-    ctx: DeviceContext, shard: Shard, read: dict[int, tuple[BaseSlot, torch.Tensor]], ways: Sequence[Way]
+    ctx: DeviceContext, shard: Shard, read: dict[int, tuple[BaseSlot, torch.Tensor]], sources: Sequence[Source]
 ) -> dict[int, torch.Tensor]:
     """Give an output the shards of the other ranks from bases, which are all of one kind. Return this rank's shards of the last gather, on
     the device, by the numbers of their parameters."""
     bases = list(read.values())
     if not bases or bases[0][0].levels is None:
         return dict(zip(read, proof.lay_out(bases, ctx), strict=True))
-    if all(way is Way.COPY for way in ways) and len(bases[0][0].levels.nodes) <= STRAIGHT_NODES:
+    if all(source is Source.COPY for source in sources) and len(bases[0][0].levels.nodes) <= STRAIGHT_NODES:
         node.copy_whole(ctx, bases, shard)
     else:
         node.copy_columns(ctx, bases)
@@ -268,23 +268,24 @@ def _lay_out(
 
 
 def _plans_of(
-    ctx: DeviceContext, shard: Shard, parameters: Sequence[Agreed], ways: Sequence[Way]
-) -> Sequence[tuple[Way, Plan]]:
-    """Return the layouts of what a gather sends, by the way in which parameters are sent."""
-    key = tuple((one.version, way) for one, way in zip(parameters, ways, strict=True))
+    ctx: DeviceContext, shard: Shard, parameters: Sequence[Agreed], sources: Sequence[Source]
+) -> Sequence[tuple[Source, Plan]]:
+    """Return the layouts of what a gather sends, by the sources of parameters."""
+    key = tuple((one.version, source) for one, source in zip(parameters, sources, strict=True))
     plans = _plans.get(key)
     if plans is None:
         if len(_plans) >= _PLANS:
             _plans.clear()
         pieces = gather.pieces_of([shard.sizes], shard.own.element_size(), ctx.size, ctx.budget)
         found = []
-        for way in (Way.FULL, Way.DELTA):
-            some = [piece for piece in pieces if ways[piece.parameter] is way]
-            sizes = [size for one, its in zip(parameters, ways, strict=True) if its is way for size in one.sizes[way]]
+        for source in (Source.FULL, Source.DELTA):
+            some = [piece for piece in pieces if sources[piece.parameter] is source]
+            its = [one for one, gives in zip(parameters, sources, strict=True) if gives is source]
+            sizes = [size for one in its for size in one.sizes[source]]
             if some:
                 # words that go as they are would meet the bases in the output
-                partial = way is Way.DELTA or len(some) < len(pieces)
-                found.append((way, gather.plan_of(ctx, [shard], some, sizes, partial=partial)))
+                partial = source is Source.DELTA or len(some) < len(pieces)
+                found.append((source, gather.plan_of(ctx, [shard], some, sizes, partial=partial)))
         plans = _plans[key] = found
     return plans
 
