@@ -198,12 +198,10 @@ def group_rank(group: dist.ProcessGroup | None, global_rank: int | None, rank: i
 
 def group_nodes(group: dist.ProcessGroup) -> Sequence[Sequence[int]]:
     """Return the group ranks of each node; an empty list before :func:`find_nodes`, and if this rank is not in the group."""
-    state, world = group_state(group), group_state(None)
-    if state is None or world is None:
-        return []
-    if state.nodes is None and world.places:
+    state = group_state(group)
+    if state is not None and state.nodes is None and (world := group_state(None)) is not None and world.places:
         state.nodes = topology.by_node(group, world.places)
-    return state.nodes or []
+    return state.nodes or [] if state is not None else []
 
 
 def find_nodes() -> None:

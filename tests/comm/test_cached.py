@@ -300,9 +300,8 @@ def write(file: Path, text: str) -> None:
 
 
 def group(folder: Path, limit: str, used: int, version: int = 2, reclaimable: int = 0) -> None:
-    names = ("memory.max", "memory.current", "inactive_file")
-    if version == 1:
-        names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+    of_1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+    names = of_1 if version == 1 else ("memory.max", "memory.current", "inactive_file")
     write(folder / names[0], f"{limit}\n")
     write(folder / names[1], f"{used * MIB}\n")
     write(folder / "memory.stat", f"anon 77\n{names[2]} {reclaimable * MIB}\nfile 99\n")

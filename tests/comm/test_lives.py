@@ -13,6 +13,7 @@ import pytest
 import ranks as runner
 import torch
 import torch.distributed as dist
+from cached import Rank
 from torch.distributed import distributed_c10d as c10d
 
 from ds_zipccl import comm
@@ -136,20 +137,19 @@ def a_lock_of_the_store(rank: int, ranks: int) -> None:
 @runner.together(2, ALWAYS, False)
 @runner.together(2, AUTO, True)
 def operations_outlive_their_group(rank: int, ranks: int, config: ZipcclConfig, whole: bool) -> None:
-    """All kinds, of which gathers in place compare hashes; one is refused only after the group is gone."""
+    """All kinds, of which gathers in place compare hashes; one is refused after the group is gone. Gathers with bases decide before."""
+    (based := Rank(rank, ranks, config=config).settle()).step(2)
     group, store = None if whole else dist.new_group(), c10d._get_default_store()
     numbers, place = torch.ones(4, 1 << 20), torch.full((2 << 16,), float(rank))
     handles = [comm.all_reduce(each, group=group, async_op=True, config=config) for each in numbers]
-    for _ in range(2):
-        own = place[rank << 16 : rank + 1 << 16]
-        handles.append(
-            comm.all_gather_into_tensor(place, own, group, True, base=comm.IN_PLACE, config=config, role="zero_param")
-        )
+    own, more = place[rank << 16 : rank + 1 << 16], {"base": comm.IN_PLACE, "config": config, "role": "zero_param"}
+    handles += [comm.all_gather_into_tensor(place, own, group, True, **more) for _ in range(2)]
     handles.append(Exchange(group))
+    gathered, wanted, handle = based.start([0, 2])
     dist.destroy_process_group(group)
-    for handle in handles[:-1]:
-        handle.wait()
-    assert (numbers == 2).all() and place[0] == 0 and place[-1] == 1
+    for one in (handle, *handles[:-1]):
+        one.wait()
+    assert (numbers == 2).all() and place[0] == 0 and place[-1] == 1 and torch.equal(gathered, wanted)
     if not whole:
         handles[-1].wait()
         return

@@ -85,11 +85,15 @@ class BaseSlot:
         return None if self._gather is None else self._gather()
 
     def free(self) -> None:
-        """Give the memory back; no gather has this base any more. All ranks of the group call, once no work on a device reads it. Blocks
-        while a thread does."""
-        if (work := self.in_flight()) is not None:
-            work.join()
+        """Give the memory back, once a gather in flight has ended; no later one has this base. All ranks of the group call, once no work on
+        a device reads it. Does not block."""
         self.freed, self.filled = True, False
+        if (work := self.in_flight()) is not None:
+            work.get_future().add_done_callback(lambda _: self._drop())
+        else:
+            self._drop()
+
+    def _drop(self) -> None:
         self.memory = tensors.empty(0, self.memory.dtype).view(0, 0)
 
 

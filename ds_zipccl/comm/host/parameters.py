@@ -19,15 +19,17 @@ import torch
 from ds_zipccl import tensors
 from ds_zipccl.codecs import memory
 from ds_zipccl.comm import engine, work
+from ds_zipccl.comm.bases.in_place import IN_PLACE
 from ds_zipccl.comm.bases.state import AGREEMENT, GATHER, Source
 from ds_zipccl.comm.context import Call, OpContext
 from ds_zipccl.comm.decision import lasting
-from ds_zipccl.comm.group_state import group_size
+from ds_zipccl.comm.group_state import group_nodes, group_size, resolve_group
 from ds_zipccl.comm.host.cached import BasedShard, CachedParameter, ask
 from ds_zipccl.comm.host.checks import compare_on_all_ranks, telling_failures
 from ds_zipccl.comm.host.gather import SharedBase
 from ds_zipccl.comm.request import Request, equal_shards, shadow_of, unfit
 from ds_zipccl.comm.shadow_check import Shadow
+from ds_zipccl.comm.topology import levels
 from ds_zipccl.ops import OPS
 from ds_zipccl.policy.admission import Decision
 from ds_zipccl.telemetry import counters
@@ -61,25 +63,19 @@ def gather_parameters(request: Request) -> Any:
     if problem := request.problem or unfit(request.op, request.inputs, request.outputs):
         raise ValueError(f"{request.op}: {problem}")
     request.prepare()
-    call, columns = Call(*request.call("")[:4]), _columns(request)
-    handle = _start(call, replace(request, parameters=()), columns)
-    for one in columns:
-        if one.based is not None:
-            one.based.slot.read_by(handle)
-    return handle
-
-
-def _columns(request: Request) -> list[_Column]:
-    (whole,), (own,), ranks = request.outputs, request.inputs, group_size(request.group)
-    sizes = [one.numel for one in request.parameters]
+    call, sizes = Call(*request.call("")[:4]), [one.numel for one in request.parameters]
     with torch.inference_mode():
-        rows, shards = whole.view(ranks, -1).split(sizes, 1), own.view(-1).split(sizes)
-    found = []
+        rows, shards = whole.view(call.size, -1).split(sizes, 1), own.view(-1).split(sizes)
+    columns = []
     for there, shard, one in zip(rows, shards, request.parameters, strict=True):
-        slot = one.fitting(ranks, whole.dtype)
+        slot = one.fitting(call.size, whole.dtype)
         based = BasedShard(one, slot, shard) if slot is not None and isinstance(one, CachedParameter) else None
-        found.append(_Column(there, shard, based))
-    return found
+        columns.append(_Column(there, shard, based))
+    handle = _start(call, replace(request, parameters=(), group=call.group), columns)
+    for column in columns:
+        if column.based is not None:
+            column.based.slot.read_by(handle)
+    return handle
 
 
 def _start(call: Call, request: Request, columns: Sequence[_Column]) -> Any:
@@ -88,7 +84,7 @@ def _start(call: Call, request: Request, columns: Sequence[_Column]) -> Any:
     # what ranks do in program order ends with this function
     asking, ctx = (OpContext(op, call.group, call.config, call.role, "raw") for op in (AGREEMENT, GATHER))
     later = replace(request, async_op=False, tag=call.state.next_tag())
-    coded = engine.engine_for(request).passes_now(request) is None
+    decisions = [_decided(replace(request, base=base)) for base in (None, IN_PLACE)]  # without a base, with some base
     bases = {number: one.based for number, one in enumerate(columns) if one.based is not None}
     before = [earlier for one in bases.values() if (earlier := one.slot.in_flight()) is not None]
     asked = {number: one for number, one in bases.items() if one.parameter.source is Source.DELTA}
@@ -100,19 +96,22 @@ def _start(call: Call, request: Request, columns: Sequence[_Column]) -> Any:
     def job() -> None:
         for earlier in before:
             earlier.join()
-        held = {number for number, holds in zip(asked, ask(asking, list(asked.values())), strict=True) if holds}
-        copied = [one for number, one in enumerate(columns) if number in held]
-        sent = [one for number, one in enumerate(columns) if number not in held]
+        copied = [number for number, holds in zip(asked, ask(asking, list(asked.values())), strict=True) if holds]
+        sent = [one for number, one in enumerate(columns) if number not in copied]
         shadow, rest = shadow_of(request) if copied else None, later
+        for one in copied:
+            bases[one].copy(columns[one].rows, call.rank)
         if copied:
-            _copy(call, copied)
+            nbytes = call.size * sum(columns[one].shard.nbytes for one in copied)
+            counters.record(call.role, GATHER, OPS[GATHER].sent_bytes(nbytes, call.size), 0)
+            counters.record_difference(call.role, GATHER, "")
         if copied and sent:
             shards = [one.shard for one in sent]
             part = tensors.empty(call.size * sum(map(len, shards)), whole.dtype, whole.device)
             shard = torch.cat(shards, out=equal_shards(part, call.size)[call.rank])
             rest = replace(rest, inputs=[shard], outputs=[part], numel=part.numel())
         if sent:
-            _send(ctx, rest, whole, sent, shadow, coded)
+            _send(ctx, rest, whole, sent, shadow, decisions)
         elif shadow is not None:
             compare_on_all_ranks(ctx, shadow, [whole])
 
@@ -122,38 +121,30 @@ def _start(call: Call, request: Request, columns: Sequence[_Column]) -> Any:
     return work.done(GATHER, [whole]) if request.async_op else None
 
 
-def _copy(call: Call, columns: Sequence[_Column]) -> None:
-    """Copy parameters from their bases. Blocks."""
-    for rows, _, based in columns:
-        assert based is not None  # ranks have been asked
-        based.copy(rows, call.rank)
-    nbytes = sum(one.rows.numel() * one.rows.element_size() for one in columns)
-    counters.record(call.role, GATHER, OPS[GATHER].sent_bytes(nbytes, call.size), 0)
-    counters.record_difference(call.role, GATHER, "")
+def _decided(request: Request) -> Decision:
+    """Return the decision on a gather of all words at this moment of the program: to send raw frames where it is to pass."""
+    found = lasting(request)
+    if found.frames and engine.engine_for(request).passes_now(request) is None:
+        return found
+    return Decision(True, "raw", "", by_node=levels(group_nodes(resolve_group(request.group))))
 
 
 def _send(
-    ctx: OpContext, request: Request, output: torch.Tensor, columns: Sequence[_Column], shadow: Shadow | None, coded: bool
+    ctx: OpContext, request: Request, output: torch.Tensor, columns: Sequence[_Column], shadow: Shadow | None, by: Sequence[Decision]
 ) -> None:  # fmt: skip
     """Gather parameters by messages, put them into their columns of the output, and fill the bases of those that have one, unless the
-    schedule does. Then compare with the shadow of the whole gather, if there is one. Blocks.
-
-    Args:
-        coded: frames are coded at the moment of the call; otherwise, and where the decision is to pass, they are raw.
-    """
+    schedule does. Then compare with the shadow of the whole gather, if there is one. Blocks. ``by``: the decision on a gather without a
+    base, and that on one with."""
     (whole,), rows = request.outputs, [one.rows for one in columns if one.based is not None]
     bases = [one.based for one in columns if one.based is not None]
     for one in bases:
         one.parameter.fill()
     base = SharedBase([one.slot for one in bases]) if bases else None
     request.base = base if len(bases) == len(columns) else None
-    decision = lasting(request)
-    if not (coded and decision.frames):
-        decision = Decision(True, "raw", "")
     # no rank waits for the part of shared bases of one that has failed, nor for its outcome of a check
     with nullcontext() if shadow is None else telling_failures(ctx):
         try:
-            engine.engine_for(request).start(request, decision)
+            engine.engine_for(request).start(request, by[request.base is not None])
             if whole is not output:
                 parts = whole.view(ctx.size, -1).split([one.shard.numel() for one in columns], 1)
                 for column, part in zip(columns, parts, strict=True):
