@@ -11,7 +11,7 @@ from torch.distributed import distributed_c10d as c10d
 
 from ds_zipccl import tensors
 from ds_zipccl.comm import engine, topology
-from ds_zipccl.comm.group_state import GroupState, group_nodes, group_state, link_profile, resolve_group, state_of
+from ds_zipccl.comm.group_state import GroupState, group_nodes, group_state, link_profile, resolve_group
 from ds_zipccl.comm.request import Request, TensorKind, unfit
 from ds_zipccl.config import ZipcclConfig
 from ds_zipccl.policy import admission, cost_model
@@ -47,12 +47,10 @@ def decide(request: Request) -> Choice:
     tensor = request.tensor
     if any(map(tensors.is_traced, {type(one) for one in (*request.outputs, *request.inputs)})):
         return Choice(Decision.passing(PassReason.TRACED))
-    admitted = lasting(request)
+    admitted = lasting(request, state)
     if not admitted.frames:
         return Choice(admitted)
-    problem = request.problem or unfit(request.op, request.inputs, request.outputs)
-    if problem:
-        raise ValueError(f"{request.op}: {problem}")
+    request.check_tensors()
     if request.group in c10d._world.pg_coalesce_state:
         return Choice(Decision.passing(PassReason.COALESCED))  # torch keeps some calls of our schedules for later too
     reason = engine.engine_of(state, tensor.device.type).passes_now(request)
@@ -61,10 +59,9 @@ def decide(request: Request) -> Choice:
     return Choice(admitted)
 
 
-def lasting(request: Request) -> Decision:
-    """Return the decision on a prepared request of a member of its group as far as it is equal at every moment of the program; thus any
-    thread may ask. Does not block."""
-    state, kind = state_of(request.group), TensorKind.of(request.tensor)
+def lasting(request: Request, state: GroupState) -> Decision:
+    """Return the decision on a prepared request that holds at every moment of the program. ``state``: of its group."""
+    kind = TensorKind.of(request.tensor)
     config, role, facts = request.options.config, request.options.role, request.facts()
     # configs are compared by identity, which is cheap; the entry keeps the config alive
     key = (request.op, request.numel, role, kind, facts, request.sum.tolerance, id(config))

@@ -199,9 +199,11 @@ def group_rank(group: dist.ProcessGroup | None, global_rank: int | None, rank: i
 def group_nodes(group: dist.ProcessGroup) -> Sequence[Sequence[int]]:
     """Return the group ranks of each node; an empty list before :func:`find_nodes`, and if this rank is not in the group."""
     state = group_state(group)
-    if state is not None and state.nodes is None and (world := group_state(None)) is not None and world.places:
-        state.nodes = topology.by_node(group, world.places)
-    return state.nodes or [] if state is not None else []
+    if state is None:
+        return []
+    if state.nodes is None and (places := state_of(None).places):  # an operation may outlive the default group
+        state.nodes = topology.by_node(group, places)
+    return state.nodes or []
 
 
 def find_nodes() -> None:

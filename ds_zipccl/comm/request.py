@@ -144,6 +144,11 @@ class Request:
             device, told = "" if tensor is None else tensor.device.type, self.options
             self.sum = arithmetic(device, self.sum, self.group, told.config, told.role, lossy is not None)
 
+    def check_tensors(self) -> None:
+        """Raise ValueError if frames cannot carry the tensors, or if the arguments do not fit together; before the first message."""
+        if problem := self.problem or unfit(self.op, self.inputs, self.outputs):
+            raise ValueError(f"{self.op}: {problem}")
+
     def call(self, codec: str) -> tuple[str, dist.ProcessGroup, ZipcclConfig, str, str]:
         """Return the arguments that contexts of all kinds have."""
         return self.op, resolve_group(self.group), self.options.config, self.options.role, codec

@@ -265,9 +265,7 @@ def members(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(decision, "group_nodes", lambda group: [])
     monkeypatch.setattr(decision, "link_profile", lambda state: None)
     known = dict(rank=0, size=2, backend=lambda self, device: "gloo", of=GroupState.of, _objects={})
-    state = type("State", (), known)()
-    monkeypatch.setattr(decision, "state_of", lambda group: state)
-    return state
+    return type("State", (), known)()
 
 
 def request_of(
@@ -279,14 +277,14 @@ def request_of(
     return Request(**{**usual, **more})  # type: ignore[arg-type]
 
 
-def decided(config: ZipcclConfig, role: str = "dp", dtype: torch.dtype = torch.float32, **more: Any) -> Decision:
-    return lasting(request_of(config, role, **{"outputs": [torch.empty(1, dtype=dtype)], **more}))
+def decided(members: Any, config: ZipcclConfig, role: str = "dp", **more: Any) -> Decision:
+    return lasting(request_of(config, role, **more), members)
 
 
 #: What makes another message of the usual one, which is a sum of the role dp that is coded: its plan.
 OTHERS: dict[str, tuple[dict[str, Any], Decision]] = {
     "role": ({"role": "ep"}, Decision(False, "", "role is never coded")),
-    "dtype": ({"dtype": torch.float64}, Decision(False, "", "dtype float64")),
+    "dtype": ({"outputs": [torch.empty(0, dtype=torch.float64)]}, Decision(False, "", "dtype float64")),
     "reduce op": ({"sum": summed("MAX")}, Decision(False, "", "reduce op MAX")),
     "size": ({"numel": 10}, Decision(False, "", PassReason.SMALL.value)),
     "config": ({"config": ZipcclConfig()}, Decision(False, "", "not enabled")),
@@ -300,18 +298,20 @@ def test_plans_are_remembered_by_all_that_they_depend_on(members: Any, other: st
     change, plan = OTHERS[other]
     usual: dict[str, Any] = {"config": NEVER_EP}
     for what in ("usual", "other", "usual") if first == "usual" else ("other", "usual", "other"):
-        assert decided(**{**usual, **(change if what == "other" else {})}) == (CODED if what == "usual" else plan)
+        assert decided(members, **{**usual, **(change if what == "other" else {})}) == (
+            CODED if what == "usual" else plan
+        )
     assert len(members.of(DecisionMemory)) == 2
 
 
 def test_a_base_and_a_shape_have_plans_of_their_own(members: Any) -> None:
     gather = {"op": "all_gather_into_tensor", "sum": NO_SUM, "numel": 1 << 20}
     for _ in range(2):
-        assert decided(ALWAYS, **gather) == CODED
-        assert decided(ALWAYS, **gather, base=comm.IN_PLACE) == replace(CODED, with_base=True)
+        assert decided(members, ALWAYS, **gather) == CODED
+        assert decided(members, ALWAYS, **gather, base=comm.IN_PLACE) == replace(CODED, with_base=True)
     sparse = torch.eye(100).to_sparse()
-    assert decided(ALWAYS) == CODED
-    assert decided(ALWAYS, outputs=[sparse]).reason == "no coded route on cpu (torch.sparse_coo) yet"
+    assert decided(members, ALWAYS) == CODED
+    assert decided(members, ALWAYS, outputs=[sparse]).reason == "no coded route on cpu (torch.sparse_coo) yet"
 
 
 #: A link that is faster than the codec.
@@ -322,8 +322,8 @@ def test_only_sums_with_the_bits_of_the_plain_one_may_be_plain(members: Any, mon
     """On a link that is faster than the codec; sums that round otherwise, and what gloo refuses, never are."""
     monkeypatch.setattr(decision, "link_profile", lambda state: FAST)
     for tolerance, kind in {"nan": "plain", "rounding": "raw frames", "bits": "plain"}.items():
-        assert str(decided(AUTO, sum=SUM._replace(tolerance=tolerance))) == kind
-    assert str(decided(AUTO, op="all_to_all", sum=NO_SUM)) == "raw frames"
+        assert str(decided(members, AUTO, sum=SUM._replace(tolerance=tolerance))) == kind
+    assert str(decided(members, AUTO, op="all_to_all", sum=NO_SUM)) == "raw frames"
 
 
 def test_inside_a_node_mode_auto_is_plain(members: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -335,13 +335,13 @@ def test_inside_a_node_mode_auto_is_plain(members: Any, monkeypatch: pytest.Monk
     ):  # fmt: skip
         monkeypatch.setattr(decision, "group_nodes", lambda group, nodes=nodes: nodes)
         members.of(DecisionMemory).clear()
-        assert (decided(config, **more).reason == PassReason.INSIDE_NODE.value) == plain
+        assert (decided(members, config, **more).reason == PassReason.INSIDE_NODE.value) == plain
 
 
 def test_the_memory_of_plans_is_bounded(members: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(decision, "REMEMBERED", 5)
     for numel in range(1, 40):
-        assert decided(ALWAYS, numel=1000 + numel) == CODED
+        assert decided(members, ALWAYS, numel=1000 + numel) == CODED
         assert len(members.of(DecisionMemory)) <= 5
 
 
@@ -349,7 +349,7 @@ def test_a_config_that_is_gone_lends_its_address_to_no_other(members: Any) -> No
     """Plans are remembered by the config's identity, which only lasts as long as the config."""
     for number in range(50):
         config = replace(ALWAYS, roles={"dp": "never"} if number % 2 else {})
-        assert decided(config).frames == (number % 2 == 0)
+        assert decided(members, config).frames == (number % 2 == 0)
         del config
 
 
@@ -362,7 +362,7 @@ def carried_out(monkeypatch: pytest.MonkeyPatch, plan: Decision, plain: Callable
     monkeypatch.setattr(decision, "resolve_group", lambda group: "the group")
     monkeypatch.setattr("ds_zipccl.comm.request.group_size", lambda group: 2)
     monkeypatch.setattr(dist, "get_rank", lambda group: 0)
-    monkeypatch.setattr(decision, "lasting", lambda request: plan)
+    monkeypatch.setattr(decision, "lasting", lambda request, state: plan)
     chosen = SimpleNamespace(passes_now=lambda request: None, start=lambda request, decision: str(decision))
     monkeypatch.setattr(engine, "engine_of", lambda state, device: chosen)
     monkeypatch.setattr(engine, "engine_for", lambda request: chosen)

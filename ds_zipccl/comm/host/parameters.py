@@ -17,17 +17,15 @@ from typing import Any, NamedTuple
 import torch
 
 from ds_zipccl import tensors
-from ds_zipccl.codecs import memory
 from ds_zipccl.comm import engine, work
-from ds_zipccl.comm.bases.in_place import IN_PLACE
 from ds_zipccl.comm.bases.state import AGREEMENT, GATHER, Source
 from ds_zipccl.comm.context import Call, OpContext
 from ds_zipccl.comm.decision import lasting
-from ds_zipccl.comm.group_state import group_nodes, group_size, resolve_group
+from ds_zipccl.comm.group_state import group_nodes, group_size
 from ds_zipccl.comm.host.cached import BasedShard, CachedParameter, ask
 from ds_zipccl.comm.host.checks import compare_on_all_ranks, telling_failures
 from ds_zipccl.comm.host.gather import SharedBase
-from ds_zipccl.comm.request import Request, equal_shards, shadow_of, unfit
+from ds_zipccl.comm.request import Request, equal_shards, shadow_of
 from ds_zipccl.comm.shadow_check import Shadow
 from ds_zipccl.comm.topology import levels
 from ds_zipccl.ops import OPS
@@ -58,10 +56,7 @@ def gather_parameters(request: Request) -> Any:
         ValueError: no kernel can read the tensors, or the call is lossy.
     """
     (whole,), (own,) = request.outputs, request.inputs
-    memory.admit("input_tensor", own)
-    memory.admit("output_tensor", whole)
-    if problem := request.problem or unfit(request.op, request.inputs, request.outputs):
-        raise ValueError(f"{request.op}: {problem}")
+    request.check_tensors()
     request.prepare()
     call, sizes = Call(*request.call("")[:4]), [one.numel for one in request.parameters]
     with torch.inference_mode():
@@ -71,7 +66,7 @@ def gather_parameters(request: Request) -> Any:
         slot = one.fitting(call.size, whole.dtype)
         based = BasedShard(one, slot, shard) if slot is not None and isinstance(one, CachedParameter) else None
         columns.append(_Column(there, shard, based))
-    handle = _start(call, replace(request, parameters=(), group=call.group), columns)
+    handle = _start(call, replace(request, group=call.group), columns)
     for column in columns:
         if column.based is not None:
             column.based.slot.read_by(handle)
@@ -83,8 +78,8 @@ def _start(call: Call, request: Request, columns: Sequence[_Column]) -> Any:
     (whole,) = request.outputs
     # what ranks do in program order ends with this function
     asking, ctx = (OpContext(op, call.group, call.config, call.role, "raw") for op in (AGREEMENT, GATHER))
-    later = replace(request, async_op=False, tag=call.state.next_tag())
-    decisions = [_decided(replace(request, base=base)) for base in (None, IN_PLACE)]  # without a base, with some base
+    decision = _decided(call, request)
+    later = replace(request, async_op=False, parameters=(), tag=call.state.next_tag())
     bases = {number: one.based for number, one in enumerate(columns) if one.based is not None}
     before = [earlier for one in bases.values() if (earlier := one.slot.in_flight()) is not None]
     asked = {number: one for number, one in bases.items() if one.parameter.source is Source.DELTA}
@@ -111,7 +106,7 @@ def _start(call: Call, request: Request, columns: Sequence[_Column]) -> Any:
             shard = torch.cat(shards, out=equal_shards(part, call.size)[call.rank])
             rest = replace(rest, inputs=[shard], outputs=[part], numel=part.numel())
         if sent:
-            _send(ctx, rest, whole, sent, shadow, decisions)
+            _send(ctx, rest, whole, sent, shadow, decision)
         elif shadow is not None:
             compare_on_all_ranks(ctx, shadow, [whole])
 
@@ -121,20 +116,20 @@ def _start(call: Call, request: Request, columns: Sequence[_Column]) -> Any:
     return work.done(GATHER, [whole]) if request.async_op else None
 
 
-def _decided(request: Request) -> Decision:
-    """Return the decision on a gather of all words at this moment of the program: to send raw frames where it is to pass."""
-    found = lasting(request)
+def _decided(call: Call, request: Request) -> Decision:
+    """Return the decision on a gather of all words at this moment of the program: to send raw frames where it is to pass. What is sent has
+    bases alone if all words have: a parameter without one is always sent."""
+    found = lasting(request, call.state)
     if found.frames and engine.engine_for(request).passes_now(request) is None:
         return found
-    return Decision(True, "raw", "", by_node=levels(group_nodes(resolve_group(request.group))))
+    return Decision(True, "raw", "", by_node=levels(group_nodes(call.group)))
 
 
 def _send(
-    ctx: OpContext, request: Request, output: torch.Tensor, columns: Sequence[_Column], shadow: Shadow | None, by: Sequence[Decision]
+    ctx: OpContext, request: Request, output: torch.Tensor, columns: Sequence[_Column], shadow: Shadow | None, decision: Decision
 ) -> None:  # fmt: skip
     """Gather parameters by messages, put them into their columns of the output, and fill the bases of those that have one, unless the
-    schedule does. Then compare with the shadow of the whole gather, if there is one. Blocks. ``by``: the decision on a gather without a
-    base, and that on one with."""
+    schedule does. Then compare with the shadow of the whole gather, if there is one. Blocks."""
     (whole,), rows = request.outputs, [one.rows for one in columns if one.based is not None]
     bases = [one.based for one in columns if one.based is not None]
     for one in bases:
@@ -144,7 +139,7 @@ def _send(
     # no rank waits for the part of shared bases of one that has failed, nor for its outcome of a check
     with nullcontext() if shadow is None else telling_failures(ctx):
         try:
-            engine.engine_for(request).start(request, by[request.base is not None])
+            engine.engine_for(request).start(request, decision)
             if whole is not output:
                 parts = whole.view(ctx.size, -1).split([one.shard.numel() for one in columns], 1)
                 for column, part in zip(columns, parts, strict=True):

@@ -161,7 +161,11 @@ def hold_bases(
         frozen = {group: _frozen(params) for group, params in groups.items()}
         held = {id(one) for some in frozen.values() for one in some}
         trained = [[one for one in params if id(one) not in held] for params in groups.values()]
-        further = _further(max(trained, key=_nbytes, default=[]), gathered, config, device, waiting is not None)
+        if gain := _further(max(trained, key=_nbytes, default=[]), gathered, config, device, waiting is not None):
+            further = f"; {gain}"
+            counters.record_choice(
+                "zero_param", "all_gather_into_tensor", "zero3_base", gain
+            )  # for the table at the end
         groups = {group: some for group, some in frozen.items() if some}
     if auto and not groups:
         return [], f"none: no gathered parameter is frozen now{further}" if gathered else ""
@@ -202,12 +206,8 @@ def _nbytes(params: Iterable[Gathered]) -> int:
 
 
 def _further(
-    trained: Sequence[Gathered],
-    gathered: Sequence[Gathered],
-    config: ZipcclConfig,
-    device: torch.device,
-    on_devices: bool,
-) -> str:
+    trained: Sequence[Gathered], gathered: Sequence[Gathered], config: ZipcclConfig, device: torch.device, on_devices: bool
+) -> str:  # fmt: skip
     """Return what a base of the trained parameters of one group would gain and take, "" where that is nothing, is not known, or is little
     of what is ``gathered``."""
     some, kinds, _ = _usable(trained, config, device, True, on_devices) if trained else ([], [], "")
@@ -221,11 +221,9 @@ def _further(
         if seconds <= 0:
             return ""
         gained = f", which saves {seconds:.2g} s in each"
-    devices_of_node = len(group_nodes(group)[0]) if kind == "node" else 1
-    size = f"{nbytes / 1e6 / devices_of_node:.1f} MB of each {'device' if kind == 'node' else 'node'}'s memory"
-    said = f'"{kind}" keeps trained ones too in {size}: backward passes and further micro-batches gather without a message{gained}'
-    counters.record_choice("zero_param", "all_gather_into_tensor", "zero3_base", said)  # for the table at the end
-    return f"; {said}"
+    share, whose = (len(group_nodes(group)[0]), "device") if kind == "node" else (1, "node")
+    size = f"{nbytes / 1e6 / share:.1f} MB of each {whose}'s memory"
+    return f'"{kind}" keeps trained ones too in {size}: backward passes and further micro-batches gather without a message{gained}'
 
 
 def _allocated(

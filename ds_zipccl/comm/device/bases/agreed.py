@@ -143,7 +143,8 @@ def agree_all(
         ctx.streams.order(Stage.DECODE, Stage.ENCODE)  # earlier gathers have written the bases
     labels: list[Hashable] = []
     asked: list[torch.Tensor] = []
-    for dtype, source in itertools.product({kind.dtype: 0 for *_, kind in missing}, (Source.FULL, Source.DELTA)):
+    dtypes = dict.fromkeys(kind.dtype for *_, kind in missing)
+    for dtype, source in itertools.product(dtypes, (Source.FULL, Source.DELTA)):
         coded: list[_Asked] = []
         for number, ((one, words, kind), base) in enumerate(zip(missing, bases, strict=True)):
             if kind.dtype is dtype and (source is Source.FULL or base is not None):

@@ -37,10 +37,10 @@ def copy_whole(ctx: DeviceContext, bases: Sequence[_Read], shard: Shard) -> None
     The ranks of the node get the own shard from its place in the output, where it is put: it has the words of the base, unless it was
     changed behind our back, which :func:`.proof.watch` reports.
     """
-    levels, mine = _levels(bases), _levels(bases).local_rank
+    levels = _levels(bases)
     with ctx.streams.on(Stage.ENCODE):
         for base, rows in bases:
-            copy_others(base.memory, grid(rows, levels.nodes)[:, mine], levels.node)
+            copy_others(base.memory, grid(rows, levels.nodes)[:, levels.local_rank], levels.node)
         rows = shard.whole.view(ctx.size, -1)
         if shard.own.data_ptr() != rows[ctx.rank].data_ptr():
             rows[ctx.rank].copy_(shard.own)
