@@ -22,7 +22,7 @@ EXAMPLE = EXAMPLES / "train_moe.py"
 
 
 def test_exchanges_of_experts_are_counted_from_the_second_step_on() -> None:
-    kinds = {"ep dispatch": (60, 20, 0), "ep combine": (20, 10, 20), "tp replicated": (9, 9, 9)}
+    kinds = {"ep dispatch": (60, 20, 0), "ep combine": (20, 10, 20), "tp dispatch": (9, 9, 9)}
     steps = [Step(step, (), {"ep": (80, 30, 20), "zero_grad": (25, 5, 0)}, {}, kinds) for step in (1, 2, 3)]
     steps[0] = Step(1, (), {"ep": (9, 1, 9), "dp": (0, 0, 900)}, {}, {"ep dispatch": (9, 1, 9)})
     found = {"share": 0.8, "ratios": {"ep": 2.0, "ep combine": 40 / 30, "ep dispatch": 3.0}}

@@ -9,7 +9,7 @@ every rank needs only a part of that all-reduce.
 default: no value changes. Lossy are bfloat16, float16 and float32, on CPUs over gloo and on GPUs over NCCL, from ``min_bytes`` on, moved,
 summed or averaged by more than one rank. Other calls stay exact, and the reason is counted. A sum adds contributions that are rounded,
 except for the own one, in fp32 in rank order, whatever ``reduction`` is. All ranks have the same bits after an all-reduce or a gather. In
-an all-to-all a rank's own segment stays exact. Sums of ``replicated`` tensors that are equal stay exact.
+an all-to-all a rank's own segment stays exact.
 """
 
 from ds_zipccl.comm.bases.in_place import IN_PLACE, Base

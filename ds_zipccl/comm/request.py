@@ -83,11 +83,10 @@ class Options(ExactOptions, total=False):
 class CallOptions(NamedTuple):
     """The values of a call's :class:`Options`. ``role``: one of :data:`ds_zipccl.config.ROLES`. ``uncompressed_call``: executes the
     operation uncompressed, by the caller's function, such as DeepSpeed's. ``lossy``: the codec that may change the values in the message,
-    see :mod:`ds_zipccl.comm.lossy.frames`. A lossy sum adds equal tensors exactly: every schedule compares the hashes first, so that the
-    tensors alone decide, not a time, a schedule or a size of memory.
+    see :mod:`ds_zipccl.comm.lossy.frames`.
 
     ``kind``: place of an exchange in a layer of experts, equal on all ranks: "dispatch", "combine", "dispatch.bwd" or "combine.bwd";
-    "replicated": a sum of tensors that may be the same on all ranks; "" otherwise.
+    "" otherwise.
     """
 
     config: ZipcclConfig = DEFAULT

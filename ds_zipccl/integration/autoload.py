@@ -31,8 +31,6 @@ OPTIONAL = (
     "deepspeed.module_inject.layers",
     "deepspeed.moe.sharded_moe",
     "deepspeed.module_inject.auto_ep_layer",
-    "deepspeed.moe.ep_tp_dispatch",
-    "deepspeed.module_inject.auto_ep_folding",
     "deepspeed.env_report",
 )
 #: Modules behind the hooks. They import DeepSpeed: its modules wait for their hooks while one of these is being executed.

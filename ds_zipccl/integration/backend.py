@@ -120,8 +120,6 @@ def _coded(name: str) -> Callable[..., Any]:
             more |= gather_parameters(values[0], given["group"])
         if name == "all_to_all_single":
             more["kind"] = hints.current().kind
-        if name == "all_reduce":
-            more["replicated"] = hints.current().replicated
         return run(*values, **more)
 
     return coded

@@ -19,8 +19,7 @@ class Hint(NamedTuple):
     ``coming``: kinds of the exchanges that the running forward of a MoE layer still has in front of it, None outside of such a forward.
     ``kind``: of the expert exchange that is running: "dispatch", "combine", "combine.bwd" or "dispatch.bwd"; "" outside of an exchange of
     rows, such as for the counts of rows, and where DeepSpeed's MoE layer is not known. All ranks run one program, and torch.compile traces
-    none of the hooks, so that all ranks get one kind. ``replicated``: the tensor of the running sum is probably
-    the same on all ranks; equal on all ranks.
+    none of the hooks, so that all ranks get one kind.
 
     ``role``: of the calls over data that the running method of DeepSpeed makes, whatever their names; "" in all other methods.
     ``lossy``: the calls that a lossy codec may change, see :class:`.lossy.calls.Calls`. ``seen``: the running call was seen, and calls of
@@ -33,7 +32,6 @@ class Hint(NamedTuple):
     bucket: list[Any] = []
     coming: Iterator[str] | None = None
     kind: str = ""
-    replicated: bool = False
     role: str = ""
     lossy: Any = None
     seen: bool = False

@@ -307,7 +307,6 @@ _NO_OWNERS = "sums of gradients of ZeRO-1 and ZeRO-2 go to all ranks, not to the
 _NO_FUSING = "no gradients of tied layers are fused"
 _EXACT = "all roles stay exact"
 _NO_KINDS = "exchanges of experts are coded without their kinds"
-_WHOLE = "its sums are coded as sums of different tensors"
 _NO_MUON = "Muon's gathers of gradients and momenta have the roles of other gathers"
 
 _of_comm = functools.partial(HookPoint, _COMM, without=_NOTHING, together="backend")
@@ -322,9 +321,6 @@ _of_muon = functools.partial(
     HookPoint, around=hints.during(role="zero_grad"), without=_NO_MUON, optional=True, untraced=True
 )
 _of_layer = functools.partial(HookPoint, without=_NO_KINDS, untraced=True)
-#: In the backward of the gather that restores routed rows, each rank of AutoEP + AutoTP folding has the same gradient, and after the
-#: backward pass the same gradients of parameters that are not split. DeepSpeed adds both over the tensor group all the same.
-_of_equal = functools.partial(HookPoint, around=hints.during(replicated=True), without=_WHOLE, untraced=True)
 
 #: The points of DeepSpeed's modules, with the functions that are called in place of DeepSpeed's.
 hook_points.declare(
@@ -400,8 +396,5 @@ hook_points.declare(
             _of_layer(owner, f"{exchange}.backward", _backward_exchange, ("ctx",), together=owner),
         )
     ),
-    _of_equal("deepspeed.moe.ep_tp_dispatch", "_AllGatherVariableRows.backward", first=("ctx",)),
     HookPoint(_REPORT, "op_report", _report_ops, (), without="ds_report does not list our op builders", optional=True),
-    # the engine may have copied the name already
-    _of_equal("deepspeed.module_inject.auto_ep_folding", "reduce_autoep_folding_gradient", first=(), copies=(_ENGINE,)),
 )

@@ -12,8 +12,8 @@ from typing import Any, Literal, TypedDict
 
 
 class Row(TypedDict):
-    """Counts of one (role, op, kind), as :func:`rows` gives them. ``kind``: of an expert exchange, see :mod:`integration.hooks`, or
-    "replicated", see :mod:`comm.schedules.replicated`; "" of other calls.
+    """Counts of one (role, op, kind), as :func:`rows` gives them. ``kind``: of an expert exchange, see :mod:`integration.hooks`;
+    "" of other calls.
 
     ``calls``, ``logical_bytes`` and ``wire_bytes`` count coded calls, ``passed`` and ``passed_bytes`` calls of the plain backend.
     ``reasons`` maps the reason of a pass to its number of calls. ``differences`` maps the reason why a shard went in full to the number of

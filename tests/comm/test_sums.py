@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
-from dataclasses import replace
-from itertools import pairwise, product
-from typing import Any
+from collections.abc import Callable
+from itertools import pairwise
 
 import corpus
 import moves
@@ -16,15 +14,12 @@ import sums
 import tiers
 import torch
 import torch.distributed as dist
-from moves import CODED
 from sums import bell, coded
 
 from ds_zipccl import comm
 from ds_zipccl.comm import reduction_order, spans
-from ds_zipccl.comm.host import sums as host_sums
 from ds_zipccl.comm.transport import gloo
 from ds_zipccl.config import ZipcclConfig
-from ds_zipccl.frame import HEADER_BYTES
 from ds_zipccl.kernels import sums as plain_sums
 from ds_zipccl.policy.admission import PassReason
 from ds_zipccl.telemetry import counters
@@ -153,92 +148,6 @@ def plain_sums_pass_on_gloo(rank: int, ranks: int) -> None:
         getattr(coded(reduction="plain"), call)(got, *more)
         corpus.assert_same_bits(got, want)
     assert all(set(row["reasons"]) == {PassReason.PLAIN_SUMS.value} for row in counters.rows()) and counters.rows()
-
-
-#: Many fragments for little data.
-CONFIG = replace(CODED, staging_mib=1)
-HASH = HEADER_BYTES + 16
-SAME = "one number of ranks has the same ways of adding"
-SIZES = (1, 1003, 300_007)
-
-
-def added(
-    tensor: torch.Tensor, op: Any, group: Any, config: ZipcclConfig = CONFIG, **more: Any
-) -> tuple[torch.Tensor, dict[str, Any]]:
-    """Sum of ``tensor``, and the row of its counters."""
-    counters.reset()
-    found = tensor.clone()
-    handle = comm.all_reduce(found, op, group, config=config, replicated=True, **more)
-    assert (handle is not None) == bool(more) and (handle is None or handle.wait())
-    (row,) = counters.rows()
-    assert row["kind"] == "replicated"
-    return found, dict(row)
-
-
-@runner.together(2, full=SAME)
-@runner.together(3, (0, 2))
-@runner.together(4, full=SAME)
-def everywhere(rank: int, ranks: int, flushing: Sequence[int] = ()) -> None:
-    """Add equal tensors, and tensors of which one differs in one bit, as a group whose ranks flush denormals or keep them."""
-    torch.set_flush_denormal(rank in flushing)
-    group = dist.new_group(list(range(ranks)))
-    torch.set_flush_denormal(False)
-    for number, (kind, texture, size) in enumerate(product(corpus.SUMMED.values(), (sums.bell, sums.wild), SIZES)):
-        for op in (dist.ReduceOp.SUM, dist.ReduceOp.AVG):
-            tensor = texture(0, size, kind, number)
-            want = tensor.clone()
-            dist.all_reduce(want, op, group)
-            got, row = added(tensor, op, group, **({"async_op": True} if number % 2 else {}))
-            sums.assert_same_sums(got, want, kind)
-            assert row["wire_bytes"] == HASH * (ranks - 1), row
-            assert row["logical_bytes"] == 2 * tensor.nbytes * (ranks - 1) // ranks
-            if rank == ranks - 1:
-                tensor.view(torch.uint8)[104_729 * number % tensor.nbytes] ^= 1 << number % 8
-            want = tensor.clone()
-            dist.all_reduce(want, op, group)
-            got, row = added(tensor, op, group)
-            sums.assert_same_sums(got, want, kind)
-            assert row["wire_bytes"] > HASH * (ranks - 1) + tensor.nbytes // 4 // ranks, row
-
-
-def hash_of_the_first_half() -> None:
-    whole = host_sums.hashed
-    host_sums.hashed = lambda ctx, tensor: whole(ctx, tensor[: (tensor.numel() + 1) // 2])
-
-
-def products() -> None:
-    """Multiply instead of adding again and again."""
-
-    def add(self: Any, rank: int, into: torch.Tensor) -> None:
-        into.mul_(3) if rank == 2 else None
-
-    host_sums._Equal.add = add  # type: ignore[method-assign]
-
-
-def of_one_rank() -> None:
-    """Forget that ranks flush denormals."""
-    fold = host_sums.Reduction.fold
-    host_sums.Reduction.fold = lambda self, *args: fold(self, *args[:-1])  # type: ignore[method-assign]
-
-
-@pytest.mark.parametrize(
-    ("plant", "flushing"), [(hash_of_the_first_half, ()), (products, ()), (of_one_rank, (0, 1, 2))]
-)
-def test_a_fault_of_equal_tensors_is_seen(plant: Callable[[], None], flushing: Sequence[int]) -> None:
-    with pytest.raises(runner.RankFailure, match="words differ" if flushing else r"words differ|wire_bytes"):
-        runner.run(everywhere, 3, flushing, plant=plant)
-
-
-@runner.together(2)
-def others(rank: int, ranks: int) -> None:
-    """Calls that take no notice: of no elements, plain ones, and sums by node."""
-    group, tensor = dist.group.WORLD, torch.randn(4096, generator=torch.Generator().manual_seed(1)).bfloat16()
-    empty, _ = added(tensor[:0], dist.ReduceOp.SUM, group)
-    small = added(tensor, dist.ReduceOp.SUM, group, ZipcclConfig(enabled=True, mode="always"))[1]["reasons"]
-    never = added(tensor, dist.ReduceOp.SUM, group, replace(CODED, mode="never"))[1]["reasons"]
-    checked, row = added(tensor, dist.ReduceOp.SUM, group, replace(CODED, check="shadow"))
-    assert empty.numel() == 0 and row["wire_bytes"] == HASH and torch.equal(checked, 2 * tensor)
-    assert (small, never) == ({"smaller than min_bytes": 1}, {"role is never coded": 1})
 
 
 test_programs = runner.programs(__name__)

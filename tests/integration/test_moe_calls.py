@@ -3,7 +3,6 @@ sums of AutoEP + AutoTP folding that are probably of equal tensors, learned from
 
 from __future__ import annotations
 
-import sys
 import types
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -142,8 +141,7 @@ def test_counts_between_exchanges_of_auto_ep_have_no_kind(seen: list[str], monke
 
 def test_a_module_without_these_names_is_left_alone() -> None:
     module = types.ModuleType("older")
-    for owner in ("moe.sharded_moe", "moe.ep_tp_dispatch", "module_inject.auto_ep_folding"):
-        hook_points.adopt(module, f"deepspeed.{owner}")
+    hook_points.adopt(module, "deepspeed.moe.sharded_moe")
     assert set(vars(module)) == {"__name__", "__doc__", "__package__", "__loader__", "__spec__"}
 
     class Exchange(torch.autograd.Function):
@@ -159,53 +157,3 @@ def test_a_module_without_these_names_is_left_alone() -> None:
     kept = Layer.forward, Exchange.forward
     hook_points.adopt(module, "deepspeed.moe.sharded_moe")
     assert (Layer.forward, Exchange.forward) == kept
-
-
-# ---- sums of folding
-
-
-def folded() -> tuple[Any, Any, list[bool]]:
-    """Modules with DeepSpeed's names, and what each of their calls found."""
-    found: list[bool] = []
-
-    class Gather(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
-            found.append(hints.current().replicated)
-            return tensor.clone()
-
-        @staticmethod
-        def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
-            found.append(hints.current().replicated)
-            return gradient
-
-    def reduce(gradient: torch.Tensor, *, tp_group: Any) -> str:
-        found.append(hints.current().replicated)
-        if tp_group is None:
-            raise ValueError("as planted")
-        return "sum"
-
-    rows, gradients = types.ModuleType("rows"), types.ModuleType("gradients")
-    rows._AllGatherVariableRows, gradients.reduce_autoep_folding_gradient = Gather, reduce  # type: ignore[attr-defined]
-    return rows, gradients, found
-
-
-def test_the_backward_of_gathered_rows() -> None:
-    rows, _, found = folded()
-    hook_points.adopt(rows, "deepspeed.moe.ep_tp_dispatch")
-    rows._AllGatherVariableRows.apply(torch.ones(3, requires_grad=True)).sum().backward()
-    assert found == [False, True] and not hints.current().replicated
-
-
-def test_gradients_of_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The engine has the name by itself where it was loaded first."""
-    _, gradients, found = folded()
-    name = "reduce_autoep_folding_gradient"
-    engine = types.SimpleNamespace(**{name: getattr(gradients, name)})
-    monkeypatch.setitem(sys.modules, "deepspeed.runtime.engine", engine)  # type: ignore[arg-type]
-    hook_points.adopt(gradients, "deepspeed.module_inject.auto_ep_folding")
-    for module in (gradients, engine):
-        assert getattr(module, name)(torch.ones(3), tp_group=1) == "sum"
-        with pytest.raises(ValueError, match="as planted"):
-            getattr(module, name)(torch.ones(3), tp_group=None)
-    assert found == [True] * 4 and not hints.current().replicated

@@ -200,7 +200,7 @@ def test_exchanges_of_experts_are_counted_by_kind(tmp_path: Path) -> None:
     assert f"ep {op} combine.bwd: the host waited 1 times for the device in 1 coded calls" in lines
     log.write(1, [0.1])
     counters.record("ep", op, 90, 30, kind="dispatch")
-    counters.record("tp", "all_reduce", 90, 30, kind="replicated")
+    counters.record("tp", "all_reduce", 90, 30, kind="dispatch")
     log.write(2, [0.1])
     first, second = map(json.loads, (tmp_path / "steps.jsonl").read_text().splitlines())
     assert first["roles"]["ep"] == {"logical_bytes": 600, "wire_bytes": 300, "passed_bytes": 208, "ratio": 808 / 508}
@@ -226,7 +226,7 @@ def test_lossy_frames_in_the_table() -> None:
     """One line for each role and operation, the kinds of its calls together; errors are of one rounding, over all samples."""
     assert counters.lossy() == []
     counters.record("tp", "all_reduce", 4700, 2000)
-    counters.record("tp", "all_reduce", 2000, 850, kind="replicated")
+    counters.record("tp", "all_reduce", 2000, 850, kind="dispatch")
     counters.record_lossy("tp", "all_reduce", "taco_fp8 group 128", 4790)
     counters.record_lossy("tp", "all_reduce", "taco_fp8 group 128", 10)
     counters.record_error("tp", "all_reduce", "taco_fp8 group 128", 3.0, 4.0e3)

@@ -1,5 +1,4 @@
-"""Sums of shards: every rank sends each peer its shard, and adds the shards that arrive for its own place. Of tensors that are the same on
-all ranks only hashes travel.
+"""Sums of shards: every rank sends each peer its shard, and adds the shards that arrive for its own place.
 
 In two levels, sums go inside each node in raw frames, then between the ranks of one local rank in coded frames. Rank l of a node has local
 rank l. It first sums, for every node i, the shard of rank l of node i over its own node. Then the ranks of a local rank send each other
@@ -16,20 +15,16 @@ from dataclasses import dataclass
 
 import torch
 
-from ds_zipccl.codecs.known import HASH_BYTES
 from ds_zipccl.comm.buffer_pool import PooledBuffers
 from ds_zipccl.comm.context import OpContext
 from ds_zipccl.comm.host.frames import FrameCoder
-from ds_zipccl.comm.host.gather import hashed, open_gather
-from ds_zipccl.comm.host.pipeline import Exchange, Fragments, SpanView, detached, open_exchange, run_pipeline, swap
+from ds_zipccl.comm.host.gather import open_gather
+from ds_zipccl.comm.host.pipeline import Exchange, Fragments, SpanView, detached, open_exchange, run_pipeline
 from ds_zipccl.comm.reduction_order import Owned, Received, Reduction, add_in_fp32
 from ds_zipccl.comm.request import Request, equal_shards
 from ds_zipccl.comm.spans import common, cut, length, within
 from ds_zipccl.comm.topology import Levels
 from ds_zipccl.policy import wire
-
-#: Exchange of the hashes of equal tensors; the sum over messages has the exchanges 0 and 1.
-_HASHES = 2
 
 
 def reduce_scatter(
@@ -191,44 +186,6 @@ class NodeAdder(ShardAdder):
         buffers.release()
 
 
-class _Equal(Received):
-    """The contributions of ranks that all have the words of ``own``. ``copy`` has them as well: sums may be written to the memory of
-    ``own``."""
-
-    def __init__(self, rank: int, coder: FrameCoder, own: torch.Tensor, copy: torch.Tensor) -> None:
-        super().__init__(rank, coder, own)
-        self._copy = copy
-
-    def take(self, rank: int, into: torch.Tensor) -> torch.Tensor:
-        return self._copy
-
-    def add(self, rank: int, sums: torch.Tensor) -> None:
-        self._exchange.add(self._copy, sums)
-
-
-def sum_equal(ctx: OpContext, whole: torch.Tensor, reduction: Reduction) -> bool:
-    """Write the sum of all ranks' tensors to flat ``whole`` if they are the same, and return whether they are; blocks.
-
-    A rank cannot know by itself that its tensor is the same elsewhere. So each rank tells every other rank a hash of 16 bytes first. All
-    ranks see the same hashes, so that all of them add by themselves or none does. The sum has the bits of the sum over messages.
-    """
-    own = hashed(ctx, whole)
-    answers = swap(ctx, _HASHES, ctx.peers, own, HASH_BYTES)
-    if not all(torch.equal(own, answer) for answer in answers.values()):
-        return False
-    chunk, flushing, at = _ring_chunk(ctx, whole), ctx.flushing_ranks(), 0
-    coder = FrameCoder(ctx)
-    for part in Fragments(ctx, [whole])[0]:
-        buffers = PooledBuffers()
-        copy = buffers.empty(part.numel(), part.dtype).copy_(part)
-        same = _Equal(ctx.rank, coder, part, copy)
-        reduction.fold(same, part, [slice(at, at + part.numel())], chunk, flushing)
-        buffers.release()
-        at += part.numel()
-    reduction.finish(whole, flushing[ctx.rank])
-    return True
-
-
 # ---- the collectives
 
 
@@ -260,13 +217,9 @@ def reduce(ctx: OpContext, request: Request, inputs: list[torch.Tensor], outputs
 
 
 def all_reduce(ctx: OpContext, request: Request, inputs: list[torch.Tensor], outputs: list[torch.Tensor]) -> None:
-    """Where a tensor may be the same on all ranks, and is, only hashes travel."""
+    """Each rank sums a shard of the message, laid end to end, and the shards are gathered."""
     whole = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
-    may_be_equal = request.options.kind and not ctx.nodes and whole.numel()
-    if may_be_equal and sum_equal(ctx, whole, request.sum.reduction):
-        ctx.count(request.sent_bytes(), 0)
-    else:
-        to_all(ctx, (), request.sum.reduction, whole)
+    to_all(ctx, (), request.sum.reduction, whole)
     if len(outputs) > 1:
         for flat, part in zip(outputs, whole.split([flat.numel() for flat in outputs]), strict=True):
             flat.copy_(part)

@@ -15,26 +15,16 @@ from ds_zipccl.comm.request import CallOptions, Options, Request, is_small
 from ds_zipccl.comm.shadow_check import Plain
 from ds_zipccl.comm.work import JoinedWork
 
-#: Kind of the sums of tensors that may be the same on all ranks: counters and the choice of a schedule tell them from other sums.
-_REPLICATED = "replicated"
-
 
 def all_reduce(
     tensor: torch.Tensor,
     op: Any = dist.ReduceOp.SUM,
     group: dist.ProcessGroup | None = None,
     async_op: bool = False,
-    *,
-    replicated: bool = False,
     **options: Unpack[Options],
 ) -> Any:
-    """``torch.distributed.all_reduce``: in place, the same bits on every rank.
-
-    ``replicated``, equal on all ranks: the tensor probably has the same bits on all ranks. The ranks then compare hashes of 16 bytes first.
-    If all are equal, each rank adds up by itself, with the bits of the sum over messages, and nothing else travels. Groups in the order of
-    streams and CUDA tensors take no notice.
-    """
-    call = CallOptions(**options, kind=_REPLICATED if replicated else "")
+    """``torch.distributed.all_reduce``: in place, the same bits on every rank."""
+    call = CallOptions(**options)
     if is_small(tensor, call.config):
         return pass_small(
             "all_reduce", call, tensor.nbytes, group, lambda: dist.all_reduce(tensor, op, group, async_op)
