@@ -84,6 +84,7 @@ dist.destroy_process_group()
 """
 
 
+@pytest.mark.full(reason="six seconds; the imports stay")
 def test_fsdp(python: str, tmp_path: Path) -> None:
     """The start-up line, a table between the steps and one at the end, and the step log."""
     store, log = str(tmp_path / "store"), tmp_path / "log"
@@ -99,6 +100,7 @@ def test_fsdp(python: str, tmp_path: Path) -> None:
     assert lines[1]["differences"]["as differences"] and lines[1]["roles"]["zero_grad"]["ratio"] > 1.3
 
 
+@pytest.mark.full(reason="six seconds; the imports stay")
 def test_doctor(python: str) -> None:
     """One line for both ranks and the remedy, in place of a line for each hook."""
     said = run(python, "-m", "ds_zipccl", "doctor", status=1).splitlines()

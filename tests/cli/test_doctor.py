@@ -330,7 +330,7 @@ def test_real_ranks(tmp_path: Path) -> None:
     assert "the config of rank 1" in first[differing]["text"] and "same DS_ZIPCCL" in first[differing]["text"]
     said = first[unhooked]["text"]
     assert "deepspeed.runtime.zero.stage3: TypeError" in said and "(rank 1 on" in said
-    assert "12 modules of DeepSpeed known, 1 missing" in said
+    assert "10 modules of DeepSpeed known, 1 missing" in said
     assert "kernels: cpu native: proven by " in said
     assert "expected: communication" in said and "step not predicted" not in said
     assert "this does not hold here: 2 ranks share the cores of one machine and its loopback" in said
@@ -349,6 +349,7 @@ def test_real_ranks(tmp_path: Path) -> None:
     assert written_file["step_speedup"] == (100 + total["plain_ms"]) / (100 + total["ms"])
 
 
+@pytest.mark.full(reason="twelve seconds; gloo stays")
 def test_groups_in_stream_order(tmp_path: Path) -> None:
     """Two ranks on two nodes, over the stand-in for NCCL: proven and measured as by a job; then where a rank lacks the device."""
     found = launch(__file__, 2, tmp_path, "streams")

@@ -183,6 +183,7 @@ def test_codec_threads(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 # ---------------------------------------------------------------- bench comm
 
 
+@pytest.mark.full(reason="twelve seconds")
 def test_comm_rows(tmp_path: Path) -> None:
     found = outcome(tmp_path, "bench comm --numel 60001 --ranks 3 --repeats 1")
     shares = {"all_gather": 2 / 3, "reduce_scatter": 2 / 3, "all_reduce": 4 / 3, "all_to_all": 2 / 3, "broadcast": 1}

@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 from ds_zipccl import compress, decompress
 from ds_zipccl.tools.exponents import differing
 
+pytestmark = pytest.mark.full(reason="six seconds")
 PROGRAM = EXAMPLES / "make_corpus.py"
 # Two layers of width 128, 2048 words, batches of 8 x 32 tokens.
 ATTENTION, FEED_FORWARD, WORDS = 4 * 128 * 128, 3 * 128 * 384, 2048 * 128
@@ -99,7 +100,6 @@ def test_frames_give_the_same_bits(tensors: dict[str, torch.Tensor]) -> None:
         assert differing(back, tensor) == 0, name
 
 
-@pytest.mark.full(reason="two more runs of the program")
 def test_seed_decides_what_is_written(made: tuple[Path, str], tensors: dict[str, torch.Tensor], tmp_path: Path) -> None:
     make(tmp_path / "again.safetensors")
     assert (tmp_path / "again.safetensors").read_bytes() == made[0].read_bytes()

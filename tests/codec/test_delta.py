@@ -94,6 +94,7 @@ def every_way(kind: corpus.Float) -> tuple[corpus.Float, int, np.ndarray, np.nda
     return kind, 128, words, corpus.before(words, kind, 128, 2)
 
 
+@pytest.mark.full(reason="eight seconds")
 @given(changed() | few_changes())
 @example(every_way(corpus.BF16))
 @example(every_way(corpus.FP16))

@@ -484,7 +484,7 @@ PLANTS: dict[str, dict[str, tuple[str, dict[str, str], Check]]] = {
 }  # fmt: skip
 #: One of the format, and of the codecs alone one of each half.
 SHORT_PLANTS = (
-    ("codec", "two codes swapped"), ("lowrank", "the last column is left out"), ("lowrank", "a column that others span becomes noise"),
+    ("lowrank", "the last column is left out"), ("lowrank", "a column that others span becomes noise"),
     ("zfp", "another negabinary"), ("zfp", "NaNs are coded"),
 )  # fmt: skip
 #: Codec with a library that compiles in seconds -> its functions, and the methods of a route that call them.

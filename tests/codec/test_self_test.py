@@ -325,6 +325,7 @@ def test_ranks_that_waited_fail_with_the_reason(
     assert trust.claim(build.cache_root()) == ""
 
 
+@pytest.mark.full(reason="five seconds")
 def test_the_program_says_that_there_is_no_device() -> None:
     if torch.cuda.is_available():
         pytest.skip("there is one")

@@ -331,4 +331,4 @@ def stored(rank: int, ranks: int) -> None:
             assert row["ratio"] > least[kind], (dtype, kind)
 
 
-test_programs = runner.programs(__name__)
+test_programs = runner.programs(__name__, 2)

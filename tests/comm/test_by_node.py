@@ -149,6 +149,7 @@ SPLITS = {
 }
 
 
+@pytest.mark.full(reason="six seconds")
 @pytest.mark.parametrize("words", SPLITS, ids=lambda words: str(SPLITS[words]))
 def test_sizes_that_disagree_are_refused(words: str) -> None:
     """By a rank that would hand the parts on: also where their sum is right, and where nothing comes."""

@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import ranks as runner
-import tiers
 import torch
 import torch.distributed as dist
 
@@ -267,8 +266,9 @@ def measured(rank: int, size: int) -> tuple[list[float], LinkProfile]:
     return times, profile
 
 
+@pytest.mark.full(reason="alone for six seconds")
 @pytest.mark.alone
-@pytest.mark.parametrize("size", tiers.mostly_full([2, 3], [3], "nobody runs beside"))
+@pytest.mark.parametrize("size", [2, 3])
 def test_all_ranks_find_the_same_in_time(size: int) -> None:
     answers = runner.run(measured, size)
     profile = answers[0][1]
@@ -341,11 +341,10 @@ def groups_that_cannot_be_measured(rank: int, size: int) -> None:
         calibration.measure(alone)
 
 
+@pytest.mark.full(reason="alone for eight seconds")
 @pytest.mark.alone
 @needs_network
-@pytest.mark.parametrize(
-    "rate", [pytest.param("100mbit", marks=pytest.mark.full(reason="a faster link stays")), "200mbit"]
-)
+@pytest.mark.parametrize("rate", ["100mbit", "200mbit"])
 def test_bandwidth_of_a_known_link(rate: str) -> None:
     start = time.perf_counter()
     spec = link.parse(rate)

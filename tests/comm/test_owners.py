@@ -592,4 +592,4 @@ for case, *arguments in (
     runner.together(ranks, case, tuple(arguments), full="many ranks" * (ranks > 3), file=__name__)(in_small_pieces)
 
 
-test_programs = runner.programs(__name__)
+test_programs = runner.programs(__name__, 2)

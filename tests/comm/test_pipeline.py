@@ -154,4 +154,4 @@ def what_is_sent_together(rank: int, ranks: int) -> None:
     assert counters.rows() and counters.totals()["wire_bytes"] == 0
 
 
-test_programs = runner.programs(__name__)
+test_programs = runner.programs(__name__, 2)

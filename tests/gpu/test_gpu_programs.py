@@ -244,6 +244,7 @@ def test_a_limit_of_work_that_goes_on_is_a_budget(tmp_path: Path) -> None:
     assert results["ticks"].reason.startswith("late: still at work after 2 s")
 
 
+@pytest.mark.full(reason="five seconds")
 def test_missing_parts_have_a_line_each(tmp_path: Path) -> None:
     """Before anything runs, and with what is lost; steps go by them."""
     absent = {name: part for part in parts.PARTS for name in [part.name]}

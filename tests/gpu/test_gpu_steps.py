@@ -264,6 +264,7 @@ def test_a_run_of_some_steps_keeps_the_results_of_others(tmp_path: Path) -> None
     assert not gpu.earlier(tmp_path / "none.json", planned)
 
 
+@pytest.mark.full(reason="six seconds")
 def test_without_a_gpu_the_target_fails(tmp_path: Path) -> None:
     command = [sys.executable, str(TESTS / "gpu" / "gpu.py"), "--out", str(tmp_path)]
     result = ran(command)

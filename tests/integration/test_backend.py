@@ -164,6 +164,7 @@ REFUSED: dict[str, tuple[Any, Any, list[str]]] = {
 }  # fmt: skip
 
 
+@pytest.mark.full(reason="six seconds")
 def test_sections_that_every_rank_refuses(tmp_path: Path) -> None:
     """Invalid ones, and those on which ranks differ: an error on each rank, and no hang. So is a second section of a job."""
     succeed(

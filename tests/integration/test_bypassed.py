@@ -157,6 +157,7 @@ leave()
 """
 
 
+@pytest.mark.full(reason="six seconds")
 def test_engines_say_it_once(tmp_path: Path) -> None:
     """A line for an engine that fetches by sums, for DDP in the model and for CCLBackend, each once; none for a plain config."""
     first, other = succeed(tmp_path, ENGINES)

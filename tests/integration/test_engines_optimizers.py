@@ -185,7 +185,8 @@ def calls(phase: dict[str, Any], role: str) -> dict[str, int]:
     return {op: number for (of, op), number in rows.items() if of == role and number}
 
 
-@pytest.mark.parametrize("cases", [MUON[:2], pytest.param(MUON[2:], marks=pytest.mark.full(reason="others are alike"))])
+@pytest.mark.full(reason="six seconds")
+@pytest.mark.parametrize("cases", [MUON[:2], MUON[2:]])
 def test_muon(tmp_path: Path, cases: list[str]) -> None:
     ((_, runs),) = train_all(tmp_path, *cases)
     for case, run in runs.items():

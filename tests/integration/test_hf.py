@@ -101,6 +101,7 @@ def test_the_step_log_has_each_step(runs: Runs) -> None:
     assert all(set(line["differences"]) == {"as differences"} for line in lines[1:STEPS])
 
 
+@pytest.mark.full(reason="eight seconds; the unchanged script stays")
 def test_logs_of_trainer_have_the_figures(tmp_path: Path) -> None:
     """Those of DeepSpeed's monitors, in each entry of training and for a reporter that Trainer had before; none in those of evaluations."""
     import tiny_llama

@@ -23,6 +23,7 @@ def check(kind: ModuleType, programs: list[drawn.Program]) -> None:
     assert not said, "\n\n".join(said)
 
 
+@pytest.mark.full(reason="two minutes")
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
 def test_random_programs_and_those_that_have_failed_once(kind: ModuleType) -> None:
     """The latter have negative seeds."""

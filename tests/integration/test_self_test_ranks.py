@@ -79,13 +79,8 @@ JOBS: dict[str, tuple[list[str], str, str | None]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "job",
-    [
-        pytest.param(job, marks=pytest.mark.full(reason="others are alike")) if "CPUs" not in job else job
-        for job in JOBS
-    ],
-)
+@pytest.mark.full(reason="eight seconds")
+@pytest.mark.parametrize("job", JOBS)
 def test_wrong_kernels_of_one_rank(job: str, tmp_path: Path) -> None:
     names, backend, said = JOBS[job]
     folders = tmp_path / "plain", tmp_path / "coded"
@@ -112,6 +107,7 @@ RANK_1: dict[str, tuple[set[str], str]] = {
 }  # fmt: skip
 
 
+@pytest.mark.full(reason="five seconds")
 def test_numba_alone_on_one_rank(tmp_path: Path) -> None:
     """No rank sends differences, as rank 1 cannot read any; where it can, all later gathers are differences."""
     plain = reference(__file__, 2, tmp_path, *CASES, sources=SOURCES)

@@ -65,7 +65,8 @@ def job(folder: Path, ds_zipccl: str = "") -> tuple[str, float]:
 
 
 @pytest.mark.flaky(reruns=1)
-@pytest.mark.full(reason="a minute")
+@pytest.mark.full(reason="three minutes")
+@pytest.mark.by_turns
 def test_cpu_time_of_a_start(tmp_path: Path) -> None:
     """Plain and coded jobs by turns; the median of three differences, which two decide if they agree: the first one is no measure where the
     caches of byte code or kernels are empty. No job imports numba, which takes half a CPU second: kernels that a job does not use are not

@@ -52,7 +52,13 @@ def tried(rank: int, ranks: int, nodes: Any, config: ZipcclConfig = CONFIG) -> t
 
 @pytest.mark.parametrize(
     ("ranks", "nodes"),
-    [(2, ()), (4, ((0, 1), (2, 3))), *(pytest.param(n, (), marks=pytest.mark.full(reason="as 2")) for n in (3, 4))],
+    [
+        (2, ()),
+        *(
+            pytest.param(*one, marks=pytest.mark.full(reason="as 2"))
+            for one in ((4, ((0, 1), (2, 3))), (3, ()), (4, ()))
+        ),
+    ],
 )
 def test_a_healthy_group(route: CudaBackend, ranks: int, nodes: Any) -> None:
     assert world.run(tried, ranks, nodes, modes=HARD, route=route).values == [({}, [])] * ranks

@@ -66,7 +66,8 @@ ranks_and_pieces = pytest.mark.parametrize(
 )
 
 
-@pytest.mark.parametrize("ranks", [4, pytest.param(6, marks=pytest.mark.full)])
+@pytest.mark.full(reason="twelve seconds; engines on streams stay")
+@pytest.mark.parametrize("ranks", [4, 6])
 @pytest.mark.parametrize("pieces", [False, True])
 def test_a_node_keeps_a_copy_on_its_devices(
     route: CudaBackend, monkeypatch: pytest.MonkeyPatch, ranks: int, pieces: bool

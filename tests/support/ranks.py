@@ -101,15 +101,17 @@ def together(ranks: int, *arguments: Any, full: str = "", file: str = "") -> Cal
     return noted
 
 
-def programs(module: str) -> Callable[..., None]:
-    """The test of a file that runs its cases :func:`together`, a launch for each number of ranks."""
+def programs(module: str, *short: int) -> Callable[..., None]:
+    """The test of a file that runs its cases :func:`together`, a launch for each number of ranks. ``short``: those in the short tier, if
+    that has not all of them."""
     import pytest
 
     rows = []
     for (file, ranks, full), noted in sorted(_together.items()):
         if file == module:
             reasons = "; ".join(dict.fromkeys(reason for _, reason in noted))
-            marks = [pytest.mark.full(reason=reasons)] if full else []
+            longer = full or (short and ranks not in short)
+            marks = [pytest.mark.full(reason=reasons or "another number of ranks stays")] if longer else []
             rows.append(
                 pytest.param(ranks, [case for case, _ in noted], marks=marks, id=f"{ranks} ranks{', full' * full}")
             )

@@ -35,7 +35,7 @@ LONG = (
     "tests/test_packaging.py",
 )
 #: Runs in which each test marked ``by_turns`` has its turn once, on average.
-TURN_RUNS = 3
+TURN_RUNS = 5
 #: Variants that take ten times as long as the native route or more.
 SLOW = ("numba", "emulated")
 #: The variants that keep all their combinations in the short tier: a fast route that has no other instruction set beside it.
@@ -81,7 +81,7 @@ def leave_out_repetitions(items: list[pytest.Item]) -> None:
 
 
 def by_turns(items: Sequence[pytest.Item], run: str) -> None:
-    """Skip two thirds of the tests marked ``by_turns``, others in another run: those that compile a kernel with a mistake, to prove that a
+    """Skip four of five tests marked ``by_turns``, others in another run: those that compile a kernel with a mistake, to prove that a
     test can fail, which are a seventh of all tests, and random programs.
 
     Args:
