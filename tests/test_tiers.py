@@ -64,7 +64,9 @@ def test_planted_mistakes_have_turns() -> None:
             other.get_closest_marker.return_value = None
         tiers.by_turns(items, str(run))
         turns += [number for number, item in enumerate(items) if not item.add_marker.called]
-    assert sorted(turns) == sorted([*range(10), *[0, 4, 8] * (tiers.TURN_RUNS - 1)]), "the marked ones once, the others always"
+    assert sorted(turns) == sorted([*range(10), *[0, 4, 8] * (tiers.TURN_RUNS - 1)]), (
+        "the marked ones once, the others always"
+    )
 
 
 def test_files_are_kept_by_content(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
