@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from sim import streams
 
+from ds_zipccl import devices
 from ds_zipccl.comm.device import calibration, choice, engine
 from ds_zipccl.comm.device.context import DeviceContext
 from ds_zipccl.comm.group_state import device_profile, group_state, of_all_groups, resolve_group
@@ -69,6 +70,23 @@ def test_all_ranks_measure_the_same(route: CudaBackend, ranks: int, nodes: int) 
         outcome = world.run(measured, ranks, nodes, seed=seed, modes=modes, route=route)
         assert len(set(outcome.values)) == 1
         assert all(bool(one.collectives) == (nodes > 1) for one in outcome.counters)
+
+
+def turns(rank: int, ranks: int, names: str) -> Any:
+    runtime = devices.runtime(torch.device("cuda"))
+    runtime.get_device_properties = lambda device: SimpleNamespace(uuid=names[device.index].strip())
+    return calibration._turn(resolve_group(None), torch.device("cuda", rank))
+
+
+@pytest.mark.parametrize(
+    ("names", "found"), [("ab", [(0, 1), (0, 1)]), ("aab", [(0, 2), (1, 2), (0, 2)]), ("  ", [(0, 1), (0, 1)])]
+)
+def test_ranks_that_share_a_device_take_turns_on_its_bus(
+    route: CudaBackend, monkeypatch: pytest.MonkeyPatch, names: str, found: list[tuple[int, int]]
+) -> None:
+    """Devices without a name are nobody else's."""
+    monkeypatch.setattr(torch.cuda, "get_device_properties", torch.cuda.get_device_properties)
+    assert world.run(turns, len(names), names, route=route).values == found
 
 
 def a_gather(rank: int, ranks: int, api: Any, number: int) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import statistics
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
@@ -19,6 +20,7 @@ from ds_zipccl.comm.device.context import DeviceContext
 from ds_zipccl.comm.device.sizes import agree, largest
 from ds_zipccl.comm.device.streams import Stage
 from ds_zipccl.comm.group_state import group_nodes
+from ds_zipccl.comm.topology import tell
 from ds_zipccl.config import ZipcclConfig
 from ds_zipccl.kernels.cuda.jobs import GatherTable, Parameter
 from ds_zipccl.policy import cost_model, trial, wire
@@ -92,12 +94,14 @@ def measure(group: dist.ProcessGroup, config: ZipcclConfig, device: torch.device
     ctx = DeviceContext("calibrate", group, config, "dp", codec, device)
     nodes = group_nodes(group)
     topology, gathers = Topology.of(nodes), _points(ctx, SIZES, _gathering)
+    own, turns = _turn(group, device)
+    copies = [_points(ctx, SIZES, partial(_from_host, copies=own == turn)) for turn in range(turns)]
     found = {
         "network": (1 - 1 / ctx.size) * cost_model.slope(gathers),
         "hop": cost_model.hop_of(gathers, topology),
         "encode": cost_model.slope(_points(ctx, CODED_BYTES, partial(_coding, stage=Stage.ENCODE))),
         "decode": cost_model.slope(_points(ctx, CODED_BYTES, partial(_coding, stage=Stage.DECODE))),
-        "bus": cost_model.slope(_points(ctx, SIZES, _from_host)),
+        "bus": min(map(cost_model.slope, copies)),
         "agreement": _median(ctx, _spans(torch.device("cpu"), partial(agree, ctx, []))),
     }
     if max(map(len, nodes)) > 1:
@@ -144,12 +148,22 @@ def _gathering(ctx: DeviceContext, nbytes: int) -> Iterator[Work]:
         yield Stage.WIRE, lambda: ctx.transport.all_gather(whole, own)
 
 
+def _turn(group: dist.ProcessGroup, device: torch.device) -> tuple[int, int]:
+    """Return this rank's turn to copy from host memory, and the number of turns. All devices of a node copy at once, as gathers do; ranks
+    that share a device share its bus too, and copy one after the other."""
+    runtime = devices.runtime(device)
+    name = str(getattr(runtime.get_device_properties(device), "uuid", "")) if runtime is not None else ""
+    names = [one for _, one in sorted(tell(group, name).items())]
+    shared = Counter(filter(None, names))  # a device without a name is nobody else's
+    return names[: dist.get_rank(group)].count(name) if name else 0, max(shared.values(), default=1)
+
+
 @contextmanager
-def _from_host(ctx: DeviceContext, nbytes: int) -> Iterator[Work]:
-    """Give a copy of host memory to the device."""
+def _from_host(ctx: DeviceContext, nbytes: int, *, copies: bool) -> Iterator[Work]:
+    """Give a copy of host memory to the device, nothing if another rank ``copies``."""
     words = tensors.pinned(nbytes)
     with ctx.streams.staging(nbytes, ctx.budget) as memory:
-        yield Stage.ENCODE, lambda: memory.copy_(words, non_blocking=True)
+        yield Stage.ENCODE, lambda: copies and memory.copy_(words, non_blocking=True)
 
 
 @contextmanager
