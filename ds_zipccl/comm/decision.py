@@ -17,8 +17,9 @@ from ds_zipccl.config import ZipcclConfig
 from ds_zipccl.policy import admission, cost_model
 from ds_zipccl.policy.admission import Decision, Message, PassReason
 
-#: Kinds of messages whose decisions are remembered for each group (admission: programs repeat themselves).
-REMEMBERED = 4096
+#: Kinds of messages whose decisions are remembered for each group, at 1.4 KB each (limit: programs repeat themselves; those whose sizes
+#: always change would fill any memory).
+REMEMBERED = 512
 
 
 class DecisionMemory(dict[tuple[Hashable, ...], tuple[Decision, ZipcclConfig]]):
