@@ -144,7 +144,7 @@ def prefer_devices() -> None:
 
 WITH = (*SOURCES, Path(zero_routes.__file__))
 Run = dict[str, list[dict[str, Any]]]
-#: Engine, zero3_base, route.
+#: Engine, zero3_base, edit.
 RUNS = [
     (engine, base, name)
     for engine in (GLOO, STREAMS)
@@ -153,7 +153,7 @@ RUNS = [
     if engine == GLOO or base in ROUTES[name].streams
 ]
 SHORT = [one for one in RUNS if one[:2] == (GLOO, "host")][::4]
-some = pytest.mark.parametrize(("engine", "base", "route"), tiers.mostly_full(RUNS, SHORT, "more than a minute"))
+some = pytest.mark.parametrize(("engine", "base", "edit"), tiers.mostly_full(RUNS, SHORT, "more than a minute"))
 
 
 def coded(engine: str, base: str, **more: Any) -> dict[str, str]:
@@ -165,7 +165,7 @@ def coded(engine: str, base: str, **more: Any) -> dict[str, str]:
 @pytest.fixture(scope="module")
 def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], Run]:
     """Of those routes that were asked for, by engine and base; ("", ""): the plain ones. Each launch has them all: they share engines."""
-    asked = {one for one in RUNS if one in tiers.asked(request, "engine", "base", "route")}
+    asked = {one for one in RUNS if one in tiers.asked(request, "engine", "base", "edit")}
     names = [name for name in ROUTES if any(name == one[2] for one in asked)]
     found = {("", ""): reference(__file__, 2, tmp_path_factory.mktemp("plain"), *names, sources=WITH)}
     for engine, base in dict.fromkeys(one[:2] for one in RUNS if one in asked):
@@ -176,30 +176,28 @@ def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 
 @some
 def test_every_route_has_the_bits_of_plain_deepspeed(
-    results: dict[tuple[str, str], Run], engine: str, base: str, route: str
+    results: dict[tuple[str, str], Run], engine: str, base: str, edit: str
 ) -> None:
-    assert bits(results[engine, base][route]) == bits(results["", ""][route])
+    assert bits(results[engine, base][edit]) == bits(results["", ""][edit])
 
 
 @some
 def test_every_route_costs_what_the_table_has(
-    results: dict[tuple[str, str], Run], engine: str, base: str, route: str
+    results: dict[tuple[str, str], Run], engine: str, base: str, edit: str
 ) -> None:
-    expected = ROUTES[route]
-    for rank in results[engine, base][route]:
+    expected = ROUTES[edit]
+    for rank in results[engine, base][edit]:
         phases = [phase for phase in rank["phases"] if phase["phase"] != "before"]
         rows = [phase["rows"].get(f"zero_param {op}", {}) for op in (GATHER, AGREEMENT) for phase in phases]
         waits = [sum(row.get("host_waits", 0) for row in some) for some in (rows[:2], rows[2:])]
         changed = sum(phase["differences"].get(cached.CHANGED, 0) for phase in phases)
         assert not any(phase["left"] for phase in phases), "memory of bases goes with its engine"
-        assert engine == GLOO or waits == [*expected.waits] or (base, route) == ("off", "quantised"), (
-            "no base, no frame"
-        )
+        assert engine == GLOO or waits == [*expected.waits] or (base, edit) == ("off", "quantised"), "no base, no frame"
         assert (engine, base) != (STREAMS, "auto") or sum(phase["proofs"] for phase in phases) == expected.proofs
         if base != "off":
             assert engine == STREAMS or changed == expected.changed
             assert all(phase["messages"] < 1000 for phase in phases)
-            assert route != "biases trained" or not any(phase["sent"] for phase in phases), "all is copied"
+            assert edit != "biases trained" or not any(phase["sent"] for phase in phases), "all is copied"
             differences = phases[-1]["differences"]
             assert sum(differences.values()) <= 2 * differences.get("", 0), "most are differences"
 
