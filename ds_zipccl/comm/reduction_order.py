@@ -4,8 +4,8 @@
 summed as ``((x[c-1] + x[c-2]) + ...) + x[c]``, indices mod n. The transport knows the size of a chunk. ``fp32`` adds in fp32 in rank order
 and rounds once. On several nodes with several ranks each, the same number of ranks on all nodes, ``fp32`` adds in two levels: the ranks of
 a node in fp32 in rank order, rounded once; then the sums of the nodes in fp32 in the order of their first ranks, rounded once. Averages
-divide before the last rounding. ``plain`` leaves the sum to the backend. The payload of a NaN sum is undefined for
-fp16 and fp32, as in the hardware. A NaN sum of bf16 is 0x7fc0, as in gloo.
+divide before the first rounding, so that the sum of a node does not overflow where the average would not. ``plain`` leaves the sum to the
+backend. The payload of a NaN sum is undefined for fp16 and fp32, as in the hardware. A NaN sum of bf16 is 0x7fc0, as in gloo.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from ds_zipccl.comm.shadow_check import Tolerance
 from ds_zipccl.comm.spans import length
 from ds_zipccl.comm.transport import TRANSPORTS
 from ds_zipccl.config import ROLES, ConfigError, ZipcclConfig
-from ds_zipccl.kernels.sums import divide, flushing, settle_nans
+from ds_zipccl.kernels.sums import add, divide, flushing, settle_nans
 
 
 class Received:
@@ -148,6 +148,26 @@ def add_in_fp32(
     out.copy_(total)
     settle_nans(out)
     buffers.release()
+
+
+def on_host(contributions: Sequence[torch.Tensor], nodes: Sequence[Sequence[int]], divisor: int = 1) -> torch.Tensor:
+    """Return the sum of flat tensors in host memory, one of each rank, in the order of ``fp32``, divided by ``divisor``. Blocks. Denormals
+    count, whatever this thread does with them. ``nodes``: the ranks of each node."""
+
+    def added(some: Sequence[torch.Tensor], by: int) -> torch.Tensor:
+        total = some[0].to(torch.float32, copy=True)
+        with flushing(False):
+            for one in some[1:]:
+                add(one, total)
+            if by > 1:
+                divide(total, by)
+        rounded = total.to(some[0].dtype)
+        settle_nans(rounded)
+        return rounded
+
+    if not (topology.levels(nodes) and topology.ascending(nodes)):
+        return added(contributions, divisor)
+    return added([added([contributions[rank] for rank in ranks], divisor) for ranks in nodes], 1)
 
 
 def _add_in_order(

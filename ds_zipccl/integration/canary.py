@@ -17,8 +17,9 @@ import torch.distributed as dist
 
 from ds_zipccl import comm, devices, tensors
 from ds_zipccl.comm import engine, topology
-from ds_zipccl.comm.group_state import group_state, nodes_of_job, resolve_group
-from ds_zipccl.comm.shadow_check import bits, hexadecimal
+from ds_zipccl.comm.group_state import group_nodes, group_state, nodes_of_job, resolve_group
+from ds_zipccl.comm.reduction_order import on_host
+from ds_zipccl.comm.shadow_check import WORDS, bits, hexadecimal
 from ds_zipccl.config import ZipcclConfig
 from ds_zipccl.policy import wire
 from ds_zipccl.telemetry import counters
@@ -100,17 +101,18 @@ def _calls(
         yield name, got, torch.cat(given)
 
     if config.reduction in ("auto", "fp32"):
-        # sums of these are exact in any order
-        numbers = [words.view(torch.int16).remainder(1000).float() for words in every]
         summed = replace(coded, reduction="fp32")
-        sums = numbers[rank].to(device, copy=True)
-        comm.all_reduce(sums, group=group, config=summed, role="zero_grad")
-        yield "all_reduce", sums, torch.stack(numbers).sum(0)
-        numbers = [words.remainder(3) for words in numbers]  # the sums of a node too, in 16 bits
-        for dtype in (torch.bfloat16, torch.float16):
-            shard, words = tensors.empty(part, dtype, device), numbers[rank].to(device, dtype, copy=True)
-            comm.reduce_scatter_tensor(shard, words, dist.ReduceOp.AVG, group, config=summed, role="zero_grad")
-            yield "reduce_scatter_tensor", shard, (torch.stack(numbers).sum(0) / ranks).to(dtype).split(part)[rank]
+        for dtype in (torch.float32, torch.bfloat16, torch.float16):
+            # all bits of fp32: the sum of a few values of 16 bits is exact in any order
+            given = [_summed((words.float() / (3 + seed)).to(dtype), seed) for seed, words in enumerate(every)]
+            own = given[rank].to(device, copy=True)
+            if dtype is torch.float32:
+                comm.all_reduce(own, group=group, config=summed, role="zero_grad")
+                yield "all_reduce", own, on_host(given, group_nodes(group))
+                continue
+            shard = tensors.empty(part, dtype, device)
+            comm.reduce_scatter_tensor(shard, own, dist.ReduceOp.AVG, group, config=summed, role="zero_grad")
+            yield "reduce_scatter_tensor", shard, on_host(given, group_nodes(group), ranks).split(part)[rank]
 
 
 def _words(seed: int, numel: int) -> torch.Tensor:
@@ -120,6 +122,16 @@ def _words(seed: int, numel: int) -> torch.Tensor:
     words[numel // 2 : numel // 2 + 4096] = 0
     words[::50_021] = float("inf")
     words[numel // 3 :] *= 2.0 ** (seed % 7)
+    return words
+
+
+def _summed(words: torch.Tensor, seed: int) -> torch.Tensor:
+    """Return words to be added: with denormals and zeros of both signs, and infinities of both signs, which never meet, as their sum has no
+    payload of its own."""
+    words[1::50_021] = -float("inf")
+    least = words[len(words) // 4 :][:1024].view(WORDS[words.itemsize])
+    least.copy_(tensors.of_numbers([number // 2 for number in range(len(least))], least.dtype))
+    least[seed % 2 :: 2].bitwise_or_(torch.iinfo(least.dtype).min)
     return words
 
 

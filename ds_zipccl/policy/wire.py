@@ -250,15 +250,15 @@ def device_sum_numel(numel: int, itemsize: int, rows: int, budget: int) -> int:
 
 
 def sum_step(
-    numel: int, itemsize: int, nodes: int, local_ranks: int, budget: int, *, adjacent: bool
+    numel: int, itemsize: int, nodes: int, local_ranks: int, budget: int, *, adjacent: bool, more: int = 0
 ) -> tuple[int, int]:
     """Return the elements of a part that are summed with one agreement, and the rows of so many elements that a rank holds meanwhile: its
     node's sum for every node, and what it sends and receives inside its node. ``adjacent``: the parts of a node lie in one tensor, and
-    are sent from there where whole parts go at once."""
+    are sent from there where whole parts go at once. ``more``: further rows."""
     inside = local_ranks if local_ranks > 1 else 0
-    if adjacent and device_sum_numel(numel, itemsize, nodes + inside, budget) == numel:
-        return numel, nodes + inside
-    rows = nodes + 2 * inside
+    if adjacent and device_sum_numel(numel, itemsize, nodes + inside + more, budget) == numel:
+        return numel, nodes + inside + more
+    rows = nodes + 2 * inside + more
     return device_sum_numel(numel, itemsize, rows, budget), rows
 
 

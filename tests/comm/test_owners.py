@@ -376,7 +376,7 @@ def other_order_of_nodes() -> None:
     right = host_sums.add_in_fp32
 
     def wrong(contributions: Any, ranks: Any, *more: Any) -> None:
-        right(contributions, ranks[::-1] if len(more) > 2 else ranks, *more)
+        right(contributions, ranks if len(more) > 2 else ranks[::-1], *more)
 
     host_sums.add_in_fp32 = wrong
 
@@ -386,7 +386,7 @@ def other_order_in_nodes() -> None:
     right = host_sums.add_in_fp32
 
     def wrong(contributions: Any, ranks: Any, *more: Any) -> None:
-        right(contributions, ranks if len(more) > 2 else ranks[::-1], *more)
+        right(contributions, ranks[::-1] if len(more) > 2 else ranks, *more)
 
     host_sums.add_in_fp32 = wrong
 
@@ -412,18 +412,19 @@ def no_rounding_of_nodes() -> None:
     host_sums.NodeAdder._sum_of_node = wrong  # type: ignore[method-assign]
 
 
-def divided_in_nodes() -> None:
-    """From now on averages divide the sums of nodes."""
-    right = host_sums.add_in_fp32
+def divided_late() -> None:
+    """From now on averages divide the sum of all nodes."""
+    right, late = host_sums.add_in_fp32, [1]
 
     def wrong(contributions: Any, ranks: Any, out: torch.Tensor, flushes: Any, divisor: int = 0) -> None:
-        right(contributions, ranks, out, flushes, len(ranks) if divisor != 1 else 1)
+        late[0] = divisor or late[0]
+        right(contributions, ranks, out, flushes, 1 if divisor else late[0])
 
     host_sums.add_in_fp32 = wrong
 
 
 PLANTS = [
-    other_order_of_nodes, other_order_in_nodes, second_rounding, no_rounding_of_nodes, in_one_level_only, divided_in_nodes, flip_a_bit
+    other_order_of_nodes, other_order_in_nodes, second_rounding, no_rounding_of_nodes, in_one_level_only, divided_late, flip_a_bit
 ]  # fmt: skip
 
 

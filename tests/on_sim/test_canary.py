@@ -64,6 +64,13 @@ def test_a_healthy_group(route: CudaBackend, ranks: int, nodes: Any) -> None:
     assert world.run(tried, ranks, nodes, modes=HARD, route=route).values == [({}, [])] * ranks
 
 
+def test_another_order_of_sums_is_noticed(route: CudaBackend, monkeypatch: MonkeyPatch) -> None:
+    right = canary.on_host
+    monkeypatch.setattr(canary, "on_host", lambda given, *more: right(given[::-1], *more))
+    (said, _), *_ = world.run(tried, 3, (), modes=HARD, route=route).values
+    assert set(said) == {0, 1, 2} and all(text.startswith("all_reduce: word") for text in said.values())
+
+
 def behind_another_call(rank: int, ranks: int) -> None:
     once("gather", rank, ranks)
     assert not canary.try_out(CONFIG, torch.device("cuda", rank))

@@ -50,9 +50,10 @@ def pretend(nodes: Nodes) -> None:
 
 
 def in_two_levels(contributions: Sequence[torch.Tensor], nodes: Nodes, average: bool = False) -> torch.Tensor:
-    """The documented order: node by node in fp32 in rank order, rounded once; then the nodes in fp32 in their order, rounded once."""
-    sums = [in_order([contributions[rank] for rank in ranks], 1) for ranks in nodes]
-    return in_order(sums, len(contributions) if average else 1)
+    """The documented order: node by node in fp32 in rank order, divided, rounded once; then the nodes in fp32 in their order, rounded
+    once."""
+    sums = [in_order([contributions[rank] for rank in ranks], len(contributions) if average else 1) for ranks in nodes]
+    return in_order(sums, 1)
 
 
 def in_one_level(contributions: Sequence[torch.Tensor], average: bool = False) -> torch.Tensor:

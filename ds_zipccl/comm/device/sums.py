@@ -205,10 +205,12 @@ class Summing:
     """One sum of parts. ``of_local_rank``: for each node, the part of the rank that has this rank's local rank there."""
 
     def __init__(self, ctx: DeviceContext, levels: Levels, parts: Sequence[Part], out: Part, divisor: int) -> None:
-        self._ctx, self._levels, self._parts, self._out, self._divisor = ctx, levels, parts, out, divisor
+        self._ctx, self._levels, self._parts, self._out = ctx, levels, parts, out
         self._of_local_rank = [parts[ranks[levels.local_rank]] for ranks in levels.nodes]
         self._dtype = _dtype_of(parts)
         self._nodes, self._local_ranks = len(levels.nodes), len(levels.nodes[0])
+        # averages divide before the first rounding
+        self._inside_divisor, self._divisor = (divisor, 1) if self._local_ranks > 1 else (1, divisor)
         # equal on all ranks, as the agreements that follow from it
         self._packed = self._local_ranks > 1 or any(len(part.pieces) > 1 for part in parts)
         self._rows = 0
@@ -220,7 +222,8 @@ class Summing:
         of_nodes = ([self._parts[rank] for rank in ranks] for ranks in self._levels.nodes)
         adjacent = all(_joined(parts) is not None for parts in of_nodes)
         numel, sizes = -(-longest // _ALIGNED) * _ALIGNED, (self._dtype.itemsize, self._nodes, self._local_ranks)
-        step, self._rows = wire.sum_step(numel, *sizes, self._ctx.budget, adjacent=adjacent)
+        self._floats = self._fp32_rows(self._inside_divisor)
+        step, self._rows = wire.sum_step(numel, *sizes, self._ctx.budget, adjacent=adjacent, more=self._floats)
         return step
 
     def sum(self, begin: int, end: int) -> None:
@@ -247,14 +250,15 @@ class Summing:
         numel = -(-(end - begin) // _ALIGNED) * _ALIGNED
         with streams.staging(self._rows * numel * self._dtype.itemsize, ctx.budget) as staging:
             rows = staging.view(self._dtype).view(self._rows, numel)
-            last = self._rows - self._local_ranks
-            packing, arriving = (some.view(-1) for some in (rows[self._nodes : last], rows[last:]))
+            packed = self._rows - self._nodes - self._local_ranks - self._floats
+            some = rows[self._nodes :].split([packed, self._local_ranks, self._floats]) if self._local_ranks > 1 else ()
+            places = [one.view(-1) for one in some]
             with streams.on(Stage.WIRE):
                 for ranks, part, row in zip(self._levels.nodes, cut, rows, strict=False):
                     if self._local_ranks == 1:
                         part.pack(row)
                     else:
-                        self._sum_inside([self._parts[rank].cut(begin, end) for rank in ranks], row, packing, arriving)
+                        self._sum_inside([self._parts[rank].cut(begin, end) for rank in ranks], row, *places)
             streams.order(Stage.WIRE, Stage.ENCODE)
             yield [row[: part.numel] for part, row in zip(cut, rows, strict=False)]
 
@@ -263,10 +267,15 @@ class Summing:
             return tensors.empty(0, self._dtype, self._ctx.device)
 
     def _sum_inside(
-        self, parts: Sequence[Part], sums: torch.Tensor, packing: torch.Tensor, arriving: torch.Tensor
+        self,
+        parts: Sequence[Part],
+        sums: torch.Tensor,
+        packing: torch.Tensor,
+        arriving: torch.Tensor,
+        total: torch.Tensor,
     ) -> None:
         """Write this node's sum of the part of this rank's local rank to ``sums``. ``parts``: those of the ranks of one node, any node.
-        ``packing``: memory for parts that do not follow each other; ``arriving``: for those of the peers."""
+        ``packing``: memory for parts that do not follow each other; ``arriving``: for those of the peers; ``total``: for an average."""
         ctx, numels = self._ctx, [part.numel for part in parts]
         own = numels[self._levels.local_rank]
         if not any(numels):
@@ -282,9 +291,8 @@ class Summing:
         _exchange(ctx, self._levels.node_ranks, received, sent, [own] * self._local_ranks, numels)
         if own:
             status = ctx.reports.word(f"{ctx.where()}, inside a node")  # a word of this stream alone
-            ctx.route.decode_sum_frames(
-                received.view(self._local_ranks, own), ctx.config.block, self._dtype, sums[:own], status
-            )
+            floats = total.view(torch.float32)[:own] if len(total) else total
+            self._sum_rows(received.view(self._local_ranks, own), sums[:own], floats, self._inside_divisor, status)
 
     def _agreed(self, words: Sequence[Sequence[torch.Tensor]]) -> list[list[int]]:
         """Return the bytes of the slots of each node's fragments: those of the largest frame of any node. 0: the words are raw."""
@@ -314,8 +322,7 @@ class Summing:
         # A local rank may have no words here; its ranks take part all the same, because the exchange is one of the whole group.
         rooms = [size or wire.slot_bytes(one.nbytes) for one, size in zip(words, sizes, strict=True)]
         own, arriving = words[me], rooms[me] * self._nodes
-        apart = self._divisor > 1 and self._dtype is not torch.float32
-        floats = wire.slot_bytes(own.numel() * 4) if apart else 0
+        floats = wire.slot_bytes(own.numel() * 4) if self._fp32_rows(self._divisor) else 0
         with streams.staging(sum(rooms) + arriving + floats, ctx.budget) as staging:
             sent, received, total = staging.split([sum(rooms), arriving, floats])
             with streams.on(Stage.ENCODE):
@@ -345,16 +352,32 @@ class Summing:
     def _add(self, matrix: torch.Tensor, own: torch.Tensor, place: Part, total: torch.Tensor) -> None:
         """Add the rows of a matrix, with the own words in the row of this node, and write the sum to ``place``. Work of the current
         stream."""
-        ctx, status = self._ctx, self._ctx.reports.word(self._ctx.where())
-        words = Own(own, self._levels.node)
+        status = self._ctx.reports.word(self._ctx.where())
         with place.written(own) as sums:
-            into = total if total.numel() else sums
-            ctx.route.decode_sum_frames(matrix, ctx.config.block, self._dtype, into, status, words)
-            if self._divisor > 1:
-                divide(into, self._divisor)
-            if into is not sums:
-                sums.copy_(into)
-                settle_nans(sums)
+            self._sum_rows(matrix, sums, total, self._divisor, status, Own(own, self._levels.node))
+
+    def _fp32_rows(self, divisor: int) -> int:
+        """Return the rows of the dtype that an fp32 row takes, in which a sum is divided; 0 where none is needed."""
+        return 4 // self._dtype.itemsize if divisor > 1 and self._dtype is not torch.float32 else 0
+
+    def _sum_rows(
+        self,
+        matrix: torch.Tensor,
+        sums: torch.Tensor,
+        total: torch.Tensor,
+        divisor: int,
+        status: torch.Tensor,
+        *own: Own,
+    ) -> None:
+        """Write the sum of the rows of a matrix, divided by ``divisor``, to ``sums``, by way of fp32 ``total`` if that is not empty. Work
+        of the current stream."""
+        into = total if total.numel() else sums
+        self._ctx.route.decode_sum_frames(matrix, self._ctx.config.block, self._dtype, into, status, *own)
+        if divisor > 1:
+            divide(into, divisor)
+        if into is not sums:
+            sums.copy_(into)
+            settle_nans(sums)
 
 
 def _exchange(

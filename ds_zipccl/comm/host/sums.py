@@ -171,7 +171,7 @@ class NodeAdder(ShardAdder):
         total = buffers.empty(contribution.numel(), contribution.dtype)
         if total.numel():
             received = Received(self.ctx.rank, self.inside, contribution)
-            add_in_fp32(received, self._levels.node_ranks, total, self.ctx.flushing_ranks())
+            add_in_fp32(received, self._levels.node_ranks, total, self.ctx.flushing_ranks(), self.reduction.divisor)
         return total
 
     def _sum(self, own: torch.Tensor, out: torch.Tensor, spans: Sequence[slice]) -> None:
@@ -182,7 +182,7 @@ class NodeAdder(ShardAdder):
             peers = self._levels.peers
             flushes = {rank: flushing[ranks[0]] for rank, ranks in zip(peers, self._levels.nodes, strict=True)}
             received = Received(self.ctx.rank, self.exchange, total)
-            add_in_fp32(received, peers, out, flushes, self.reduction.divisor)
+            add_in_fp32(received, peers, out, flushes)
         buffers.release()
 
 
