@@ -98,12 +98,13 @@ class Call:
 
     def total(self, owner: int, *parts: slice) -> torch.Tensor:
         """The sum that ``owner`` makes: its own contribution exact, the other ones rounded, added in fp32 in rank order; in two levels
-        those of nodes."""
+        those of nodes. An average divides before the first rounding of the sum."""
         laid = [torch.cat([values[part] for part in parts or [slice(None)]]) for values in self.everyone]
         nodes = self.nodes or [[rank] for rank in range(len(laid))]
-        of_nodes = [levels.in_one_level([laid[rank] for rank in ranks]) for ranks in nodes]
+        divisor = len(laid) if self.op == dist.ReduceOp.AVG else 1
+        of_nodes = [levels.in_order([laid[rank] for rank in ranks], divisor if self.nodes else 1) for ranks in nodes]
         values = [own if owner in ranks else self.rounded(own) for ranks, own in zip(nodes, of_nodes, strict=True)]
-        return levels.in_order(values, len(laid) if self.op == dist.ReduceOp.AVG else 1)
+        return levels.in_order(values, 1 if self.nodes else divisor)
 
     def shares(self, numel: int) -> list[torch.Tensor]:
         """The sum of each rank's part of a message in an all-reduce, made by that rank."""
