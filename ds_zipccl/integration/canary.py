@@ -112,7 +112,8 @@ def _calls(
                 continue
             shard = tensors.empty(part, dtype, device)
             comm.reduce_scatter_tensor(shard, own, dist.ReduceOp.AVG, group, config=summed, role="zero_grad")
-            yield "reduce_scatter_tensor", shard, on_host(given, group_nodes(group), ranks).split(part)[rank]
+            parts = [words.split(part)[rank] for words in given]
+            yield "reduce_scatter_tensor", shard, on_host(parts, group_nodes(group), ranks)
 
 
 def _words(seed: int, numel: int) -> torch.Tensor:

@@ -96,7 +96,6 @@ class Lab:
             "calls": calls(),
         } | self.more
         found |= {"sent": sent(), "roles": roles(), "table": table.render()}
-        found["ratios"] = {f"{one['op']} {one['kind']}".rstrip(): one["ratio"] for one in rows("tp")}
         found["whole"] = any(one["whole"] for one in counters.rows())  # sums that lack the owners of their slices
         self.engine.destroy()
         self.engine = None
