@@ -37,7 +37,6 @@ COMMANDS: dict[tuple[str, ...], tuple[str, str]] = {
         "bytes and speed of weight sync, compared with pairs of index and value and XOR with zstd",
     ),
     ("steps",): ("cli.steps", "ratios over a training, from its step logs"),
-    ("top",): ("cli.top", "a live view of a training, from its step log"),
     ("plan",): ("cli.plan", "predicted communication time of a training step, on NCCL groups"),
 }
 GROUPS = {"bench": "measurements: codec, comm, train, doctor, sync"}

@@ -32,7 +32,6 @@ if TYPE_CHECKING:
     import torch
 
     from ds_zipccl.tools.files import Loader
-    from ds_zipccl.tools.plots import Histograms
 
 DEFAULT_SPEC = data.Spec("normal")
 
@@ -47,7 +46,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     option("--dtype", nargs="+", type=data.dtype, default=["bfloat16"], metavar="T", help=kinds)
     option("--block", type=int, choices=data.BLOCKS, default=1024, help="elements per block (1024)")
     option("--route", default="auto", metavar="R", help="kernels (auto: the first that works)")
-    option("--plot", metavar="PNG", help="draw the histogram of exponents (needs matplotlib)")
     option("--json", metavar="FILE", help="write the rows here too")
     parser.epilog = data.about()
 
@@ -58,23 +56,15 @@ def main(args: argparse.Namespace) -> int:
         raise ToolError(f"--data is for synthetic data: write - instead of {args.file}")
     from ds_zipccl.tools import files
 
-    drawing = None
-    if args.plot:
-        from ds_zipccl.tools.plots import Histograms
-
-        drawing = Histograms(args.block)
     tensors = dict(_synthetic(args)) if args.file == "-" else files.tensors(args.file)
     if not tensors:
         raise ToolError(f"{args.file} holds no tensor")
     table, rows = tables.Table(_columns(max(map(len, tensors)))), []
     for name, load in tables.progress(tensors.items(), "analyze", len(tensors)):
-        rows.append(_row(name, load(), args.block, args.route, drawing))
+        rows.append(_row(name, load(), args.block, args.route))
         table.add(rows[-1])
     rows.append(_total(rows))
     table.add(rows[-1])
-    if drawing:
-        title = ", ".join(tensors) if args.file == "-" else args.file
-        drawing.save(args.plot, title)
     if args.json:
         tables.write_json(args.json, rows, args.command, block=args.block)
     return 1 if rows[-1]["wrong"] else 0
@@ -94,12 +84,12 @@ def _synthetic(args: argparse.Namespace) -> Iterable[tuple[str, Loader]]:
             yield f"{spec} {dtype}", partial(spec.make, args.numel, dtype)
 
 
-def _row(name: str, tensor: torch.Tensor, block: int, route: str, drawing: Histograms | None) -> dict[str, Any]:
-    """Row of a tensor, which is also counted in ``drawing``. The total adds up the keys without a column."""
+def _row(name: str, tensor: torch.Tensor, block: int, route: str) -> dict[str, Any]:
+    """Row of a tensor. The total adds up the keys without a column."""
     import torch
 
     from ds_zipccl import codecs
-    from ds_zipccl.tools.exponents import MODES, Fields, block_tables, differing, exponents
+    from ds_zipccl.tools.exponents import MODES, Fields, block_modes, differing, exponents
 
     nbytes = tensor.numel() * tensor.element_size()
     row: dict[str, Any] = {"name": name, "dtype": str(tensor.dtype).removeprefix("torch."), "numel": tensor.numel()}
@@ -110,9 +100,7 @@ def _row(name: str, tensor: torch.Tensor, block: int, route: str, drawing: Histo
     tensor = tensor.detach().contiguous()
     found = exponents(tensor, block)
     frame = codecs.compress(tensor, block=block, shaped=False, checksum=False, route=route)
-    modes = block_tables(frame)[1]
-    if drawing:
-        drawing.add(tensor, frame)
+    modes = block_modes(frame)
     bound = Fields.of(tensor.dtype).ratio(found.within_blocks)
     return row | {
         "zeros": 1 - int(torch.count_nonzero(tensor.float())) / tensor.numel(),

@@ -116,15 +116,14 @@ def exponents(tensor: torch.Tensor, block: int = 1024) -> Exponents:
     return Exponents(counts, bits / max(1, tensor.numel()))
 
 
-def block_tables(frame: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
-    """Window tops and modes (uint8) of the blocks of an exponent frame (FORMAT.md section 2, table of a chunk)."""
+def block_modes(frame: torch.Tensor) -> np.ndarray:
+    """Modes (uint8) of the blocks of an exponent frame (FORMAT.md section 2, table of a chunk)."""
     header = framing.parse(frame)
     payload = frame[header.payload_at : header.frame_bytes].numpy()
     blocks = -(-header.numel // header.block)
     chunks = -(-blocks // CHUNK_BLOCKS)
-    tops, modes = [], []
+    modes = []
     for chunk, at in enumerate(payload[: 4 * chunks].view("<u4").astype(np.int64) * framing.ALIGN):
         count = min(CHUNK_BLOCKS, blocks - chunk * CHUNK_BLOCKS)
-        tops.append(payload[at : at + count])
         modes.append(payload[at + count : at + 3 * count].view(np.uint8).reshape(-1, 2)[:, 1] >> _TAIL_BITS - 8)
-    return np.concatenate(tops), np.concatenate(modes)
+    return np.concatenate(modes)

@@ -1,13 +1,11 @@
-"""``analyze``, its plot, its data sets and its statistics."""
+"""``analyze``, its data sets and its statistics."""
 
 from __future__ import annotations
 
 import math
-import sys
 from pathlib import Path
 from typing import Any
 
-import from_format
 import numpy as np
 import pytest
 import torch
@@ -18,7 +16,7 @@ from ds_zipccl import codecs
 from ds_zipccl.__main__ import main
 from ds_zipccl.benchmarks.codec import trial
 from ds_zipccl.tools import data
-from ds_zipccl.tools.exponents import Fields, block_tables, differing, entropy, exponents
+from ds_zipccl.tools.exponents import Fields, block_modes, differing, entropy, exponents
 
 
 @pytest.fixture
@@ -148,41 +146,6 @@ def test_analyze_counts_wrong_elements(monkeypatch: pytest.MonkeyPatch, tmp_path
     assert [row["wrong"] for row in found["rows"]] == [1, 1]
 
 
-def test_plot_is_a_picture(tmp_path: Path) -> None:
-    image = pytest.importorskip("matplotlib.image")
-    path = tmp_path / "plot.png"
-    assert main([*"analyze - --data normal:1e-3 zeros --numel 64K --plot".split(), str(path)]) == 0
-    assert path.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
-    pixels = image.imread(path)
-    assert pixels.shape[0] > 300 and pixels.shape[1] > 1000
-    assert 0.5 < float((pixels[..., :3].min(axis=-1) > 0.99).mean()) < 0.99  # white paper with something on it
-
-
-def test_plot_knows_the_format() -> None:
-    pytest.importorskip("matplotlib")
-    from ds_zipccl.tools import plots
-
-    for mode, named in from_format.NAMED.items():
-        tiers = {3 - k: tier for tier, ks in enumerate(named) for k in ks if k != "zero"}
-        assert all(plots._tier(mode, distance) == tiers.get(distance) for distance in range(-14, 6))
-    drawing = plots.Histograms(512)
-    tensor = torch.cat([data.spec("normal:0.01").make(5120, "bfloat16"), torch.zeros(512, dtype=torch.bfloat16)])
-    drawing.add(tensor, codecs.compress(tensor, block=512))
-    counts = drawing._found[torch.bfloat16]
-    assert counts.fields.sum() == 5632 and counts.fields[0] == 512
-    aligned = counts.aligned[from_format.CASCADE]
-    assert aligned.sum() == 5120
-    assert aligned[plots._REACH - 3 : plots._REACH].sum() > 0.7 * 5120  # the three commonest binades of a Gaussian
-    modes = {"FILL": 1, "RAW": 0, "CASCADE": 10, "SPARSE": 0, "WIDE": 0}
-    assert dict(zip(plots.MODES, counts.modes, strict=True)) == modes
-
-
-def test_plot_without_matplotlib(monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    monkeypatch.delitem(sys.modules, "ds_zipccl.tools.plots", raising=False)
-    assert_refused("analyze - --numel 4K --plot x.png".split(), "pip install matplotlib", capsys)
-
-
 @pytest.mark.parametrize("name", data.DATA)
 def test_data_repeats_and_says_its_name(name: str) -> None:
     entry = data.DATA[name]
@@ -226,17 +189,14 @@ def test_exponent_statistics() -> None:
         assert (Fields.of(dtype).exponent, Fields.of(dtype).mantissa) == bits
 
 
-def test_block_tables_read_what_the_encoder_chose() -> None:
+def test_modes_of_blocks_are_those_that_the_encoder_chose() -> None:
     normal = data.spec("normal").make(512, "bfloat16")
     noise = data.spec("random").make(512, "bfloat16")
     sparse = data.spec("sparse20").make(300, "bfloat16")
     wide = (normal * torch.exp2(torch.arange(512) % 6)).bfloat16()
     blocks = [torch.zeros(512).bfloat16(), noise, normal, normal * 16, *[noise] * 14, wide, *[noise] * 15, sparse]
     tensor = torch.cat(blocks)
-    tops, modes = block_tables(codecs.compress(tensor, block=512))
-    assert modes.tolist() == [0, 1, 2, 2, *[1] * 14, 4, *[1] * 15, 3]
-    assert int(tops[3]) - int(tops[2]) == 4  # 16 = 2**4
-    assert int(tops[2]) in (127, 128)  # a Gaussian of deviation 1 has its top at 1 to 4
+    assert block_modes(codecs.compress(tensor, block=512)).tolist() == [0, 1, 2, 2, *[1] * 14, 4, *[1] * 15, 3]
 
 
 def test_choices_are_those_of_the_codec() -> None:
