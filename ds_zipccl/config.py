@@ -44,6 +44,8 @@ ENVIRONMENT = {
     "MASTER_PORT": "Port at which ranks meet, set by the launcher, as MASTER_ADDR.",
     "DS_ACCELERATOR": "DeepSpeed's accelerator; examples/train_gpt.py takes cpu where it is unset and there is no GPU.",
     "CUDA_DEVICE_MAX_CONNECTIONS": "CUDA's number of hardware queues. 1: gathers and all-to-alls on NCCL groups stay plain in mode auto.",
+    "NCCL_CONF_FILE": "NCCL's file of settings (default: ~/.nccl.conf, in addition to /etc/nccl.conf). Where it or the environment sets "
+    "NCCL_ALGO or NCCL_PROTO, gradient sums of reduction auto are NCCL's.",
     "CUBLAS_WORKSPACE_CONFIG": "Memory of cuBLAS; examples/train_gpt.py takes :4096:8 where it is unset: products repeat bit for bit.",
 }
 
@@ -94,8 +96,8 @@ class ZipcclConfig:
         Literal["auto", "match", "fp32", "plain"],
         "Order and type of sums. match: the bits of the plain backend (gloo). fp32: accumulate in fp32 in rank order, round once; where "
         "several nodes have equally many ranks, more than one, first inside each node, then over the nodes. plain: the plain backend's own "
-        "sums. auto: match on gloo; on NCCL fp32 or plain, decided once at the start from the nodes and the link. On NCCL no "
-        "order is promised by NCCL itself: it adds the ranks of a node, fp32 adds the nodes; match is refused with more than two ranks.",
+        "sums. auto: match on gloo; on NCCL fp32 for gradients where it is faster, decided before the first step and saved with "
+        "checkpoints, the backend's own otherwise. NCCL itself promises no order: match has its own sums.",
     ] = "auto"
     check: Annotated[
         Literal["off", "shadow"],
@@ -142,9 +144,8 @@ class ZipcclConfig:
     min_bytes: Annotated[int, Within(0, _BYTES), "Smaller messages pass; a send's elements count 2 bytes."] = 65536
     nccl: Annotated[
         Literal["auto", "on", "off"],
-        "auto: code gathers and exchanges of NCCL groups, once the first four optimizer steps have shown that coded copies have the words "
-        "of the plain results; sums stay NCCL's unless reduction is fp32. on: code from the first call on, sums too. off: NCCL groups pass "
-        "through.",
+        "auto: code NCCL groups, once the first four optimizer steps have shown that coded copies have the words of the plain results, and "
+        "coded sums those of sums without coding. on: code from the first call on. off: NCCL groups pass through.",
     ] = "auto"
     nccl_min_bytes: Annotated[
         int, Within(0, _BYTES), "On NCCL groups, messages smaller than this many bytes pass through."

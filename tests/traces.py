@@ -70,7 +70,7 @@ PLAIN = tuple(
 
 
 #: Methods of the transport of NCCL groups.
-NCCL = ("all_gather", "all_to_all", "exchange", "max", "reduce_scatter", "reduce")
+NCCL = ("all_gather", "all_to_all", "exchange", "max", "reduce_scatter")
 
 
 def _wrap(owner: Any, name: str, note: Callable[..., None]) -> None:

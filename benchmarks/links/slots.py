@@ -83,10 +83,6 @@ class Transport(NcclTransport):
         self._count(whole.nbytes - part.nbytes)
         super().reduce_scatter(part, whole, op)
 
-    def reduce(self, tensor: torch.Tensor, owner: int, op: dist.ReduceOp) -> None:
-        self._count(tensor.nbytes)
-        super().reduce(tensor, owner, op)
-
 
 def install(backends: Mapping[str, Callable[[], KernelBackend]] | None = None) -> None:
     """Give this process the backend, for good, before its first call on CPU tensors. ``backends``: kernel backends of

@@ -14,7 +14,6 @@ _SAID = {
     "coded": "are coded",
     "exponents": "are coded, without differences",
     "copies": "are copied out of a base, and are not sent",
-    "owners": "go to their owners only, by the backend's own sums",
     "plain": "stay plain",
 }
 

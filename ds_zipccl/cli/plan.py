@@ -35,9 +35,8 @@ Where autoep_size (--expert-parallel) shares experts out, only the ranks with th
 exchanges of each layer: 2 forward and 2 backward of all its tokens, with even routing, without those that checkpointing repeats.
 Not predicted: overlap between operations, congestion, the memory and time that coding takes from computing, traffic of pipelines.
 
-Groups are NCCL's. Without --ds-config sums are coded, as with "nccl": "on". No network of GPUs has run these schedules yet: sums and
-gathers in two levels. --gpu-profile has the speed of the codec. With several networks only totals are shown; --json has all rows, and the
-variant owners: ZeRO-1 and ZeRO-2 with gradients to their owners only, plain.
+Groups are NCCL's. No network of GPUs has run these schedules yet: sums and gathers in two levels. --gpu-profile has the speed of the
+codec. With several networks only totals are shown; --json has all rows.
 
 --tflops and --tokens add the computing of a GPU, with the parameters that a token uses, and a table of whole steps. Coding during hidden
 communication delays computing by the time of its kernels. Columns: ms: communication; codec_ms: kernels of the codec; computing_ms:
@@ -54,7 +53,7 @@ from dataclasses import replace
 from typing import Any
 
 from ds_zipccl.cli.planning import model, operations, rows, speeds, user_job
-from ds_zipccl.cli.planning.schedules import OWNERS, DeviceSchedules, Row
+from ds_zipccl.cli.planning.schedules import DeviceSchedules, Row
 from ds_zipccl.policy.cost_model import DELTA_RATIO
 from ds_zipccl.tools import ToolError, data, tables
 from ds_zipccl.tools.tables import Column
@@ -119,7 +118,7 @@ def main(args: argparse.Namespace) -> int:
     more: dict[str, Any] = {"codec": codec._asdict(), "made": "Computed"}
     planned = [row for each in groups for row in rows.step(each)]
     shown = (row for row in planned if len(groups) == 1 or row["what"] == operations.TOTAL)
-    tables.show(COLUMNS, (row for row in shown if row["variant"] != OWNERS))
+    tables.show(COLUMNS, shown)
     for remark in _remarks(args):
         tables.say(remark)
     if work is not None:
@@ -141,12 +140,10 @@ def _with_files(args: argparse.Namespace) -> argparse.Namespace:
     known: dict[str, Any] = {}
     if args.ds_config:
         from ds_zipccl.cli.planning import job as job_plan  # imports torch, which `plan --help` does not need
-        from ds_zipccl.comm.reduction_order import match_refused
         from ds_zipccl.integration import bypassed
 
         job = user_job.read(args.ds_config, args.gpus, args.model and model.read(args.model).hidden)
-        refused = match_refused(job.config, args.gpus or 0)
-        if reason := job_plan.unpredicted(job, "cpu", "gloo") or refused:
+        if reason := job_plan.unpredicted(job, "cpu", "gloo"):
             raise ToolError(f"{args.ds_config}: {reason}")
         known = job.options() | {"gradients": None}  # on NCCL lossy roles are not planned
     args = model.fill(args, **known)

@@ -5,14 +5,13 @@ route works, if there is a CUDA device and no CUDA route works, if a route for a
 named by ``--route`` does not. Every route is tried, and named on stderr: the first report may build the native ones. Rows in ``--json``:
 ``device``, ``route``, ``usable``, ``reason``; in addition one key per section.
 
-``--bundle`` writes one zip file to attach to a bug report: the report with the self-tests of the kernels, the words around mistakes that
-jobs of this user have saved on this machine, and the files of ``--attach``. Look into the file before you send it: configs name places.
+``--bundle`` writes one zip file to attach to a bug report: the report with the self-tests of the kernels, and the files of ``--attach``.
+Look into the file before you send it: configs name places.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import functools
 import importlib.metadata
 import json
@@ -95,16 +94,11 @@ def main(args: argparse.Namespace) -> int:
 
 def _write_bundle(path: str, attached: Sequence[str], found: Mapping[str, Any]) -> list[str]:
     """Write the zip file of ``--bundle``, and return the names in it."""
-    mistakes: list[Path] = []
     content = {"versions": tables.versions(), **found, "kernels": attempt(proofs)}
-    with contextlib.suppress(Exception):  # as in attempt()
-        from ds_zipccl.comm.shadow_check import saved_files
-
-        mistakes = saved_files()
     try:
         with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as bundle:
             bundle.writestr("report.json", json.dumps(content, indent=1))
-            for number, file in enumerate([*mistakes, *map(Path, attached)]):
+            for number, file in enumerate(map(Path, attached)):
                 bundle.write(file, f"{number}-{file.name}")
             return bundle.namelist()
     except OSError as error:

@@ -99,14 +99,18 @@ class Engine:
 
     # --- a job, which tells all engines
 
-    def settle(self, config: ZipcclConfig, device: torch.device) -> Settled | None:
-        """Measure and settle what lasts as long as the job; None where nothing is. A collective of all ranks.
+    def settle(self, config: ZipcclConfig, device: torch.device, asked: str) -> Settled | None:
+        """Measure and settle what lasts as long as the job; None where nothing is. A collective of all ranks. ``asked``: why the user wants
+        the backend's own sums where ``reduction`` is auto; "" where nothing says so. Equal on all ranks.
 
         Raises:
             ConfigError: the config does not fit the job.
             CommError: a rank did not come within the group's timeout.
         """
         return None
+
+    def before_step(self) -> None:
+        """Raise CommError on all ranks where a gradient sum of the step that comes is known to be wrong. All ranks call, as end_step."""
 
     def end_step(self, engine: Any) -> None:
         """Note that an optimizer step of a training engine has ended. All ranks call at the same place of the program."""
@@ -174,9 +178,15 @@ def check_frames(
         engine_of(state, device.type).check_frames(device, group, config, role)
 
 
-def settle(config: ZipcclConfig, device: torch.device) -> Settled | None:
+def settle(config: ZipcclConfig, device: torch.device, asked: str = "") -> Settled | None:
     """See :meth:`Engine.settle`."""
-    return next(filter(None, [one.settle(config, device) for one in ENGINES]), None)
+    return next(filter(None, [one.settle(config, device, asked) for one in ENGINES]), None)
+
+
+def before_step() -> None:
+    """See :meth:`Engine.before_step`."""
+    for one in ENGINES if dist.group.WORLD is not None else ():
+        one.before_step()
 
 
 def end_step(engine: Any) -> None:

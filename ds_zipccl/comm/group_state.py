@@ -20,6 +20,7 @@ from ds_zipccl.comm.transport import COLLECTIVE_TRANSPORTS
 from ds_zipccl.comm.transport.protocol import BODY_TAGS, TAGS_PER_COLLECTIVE, TAGS_PER_RANGE, TagRange
 from ds_zipccl.policy import wire
 from ds_zipccl.policy.cost_model import DeviceProfile, LinkProfile
+from ds_zipccl.policy.settled import Sums
 
 _T = TypeVar("_T")
 
@@ -36,8 +37,8 @@ class GroupState:
         self.nodes: list[list[int]] | None = None
         self.places: dict[int, int] = {}  # of the default group: global rank -> node
         self.profile: LinkProfile | None = None  # as measured
-        #: Of the default group: the sums of groups in stream order where `reduction` is auto, "fp32" or "plain"; set once, at configure.
-        self.device_sums = "fp32"
+        #: Of the default group: the gradient sums of groups in stream order where `reduction` is auto; None: no job has settled them.
+        self.device_sums: Sums | None = None
         #: Of groups in stream order, by device and backend.
         self.device_profiles: dict[tuple[str, str], DeviceProfile] = {}
         #: Of the default group: bytes of the staging buffers by device, where the config names none; see :mod:`.device.reserve`.
@@ -172,12 +173,6 @@ def group_size(group: dist.ProcessGroup | None) -> int:
 def is_member(group: dist.ProcessGroup | None) -> bool:
     """Return whether this rank is in the group."""
     return group_state(group) is not None
-
-
-def group_streams(group: dist.ProcessGroup | None, device: str) -> bool:
-    """Return whether operations of the group on tensors of ``device`` go in the order of streams."""
-    state = group_state(group)
-    return state is not None and state.streams(device)
 
 
 def group_rank(group: dist.ProcessGroup | None, global_rank: int | None, rank: int | None) -> int:

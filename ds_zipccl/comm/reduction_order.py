@@ -11,7 +11,7 @@ backend. The payload of a NaN sum is undefined for fp16 and fp32, as in the hard
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -19,12 +19,13 @@ import torch.distributed as dist
 
 from ds_zipccl.comm import topology
 from ds_zipccl.comm.buffer_pool import PooledBuffers
-from ds_zipccl.comm.group_state import GroupState, group_nodes, group_state, resolve_group
+from ds_zipccl.comm.group_state import GroupState, group_nodes, group_state, resolve_group, state_of
 from ds_zipccl.comm.shadow_check import Tolerance
 from ds_zipccl.comm.spans import length
 from ds_zipccl.comm.transport import TRANSPORTS
-from ds_zipccl.config import ROLES, ConfigError, ZipcclConfig
+from ds_zipccl.config import ZipcclConfig
 from ds_zipccl.kernels.sums import add, divide, flushing, settle_nans
+from ds_zipccl.policy.settled import DTYPES, Sums
 
 
 class Received:
@@ -207,33 +208,37 @@ class Sum(NamedTuple):
     tolerance: Tolerance = "bits"
     nodes: Sequence[Sequence[int]] = ()
 
-    def either(self, config: ZipcclConfig) -> bool:
-        """Return whether a sum in stream order has the bits of the backend's own, NaN payloads aside, so that a schedule may be chosen."""
-        return self.tolerance == "nan" and not self.owned.spans and config.reduction != "fp32"
-
 
 #: Of operations that do not add.
 NO_SUM = Sum()
 
 
 def arithmetic(
-    device: str, summed: Sum, group: dist.ProcessGroup | None, config: ZipcclConfig, role: str, lossy: bool = False
+    tensor: torch.Tensor | None,
+    summed: Sum,
+    group: dist.ProcessGroup | None,
+    config: ZipcclConfig,
+    role: str,
+    numel: int | None,
+    lossy: bool = False,
 ) -> Sum:
-    """Return a sum with the arithmetic that the config asks for. It depends on the group, its nodes and the config, never on a time or a
-    value. A ``lossy`` sum is in fp32, whatever the config says; in stream order in two levels, where there are some.
-
-    Raises:
-        ConfigError: ``reduction`` is match on a group of more than two ranks in stream order, and its messages of ``role`` are coded.
+    """Return a sum of ``numel`` elements of tensors like ``tensor`` with the arithmetic that the config asks for. It depends on the group,
+    its nodes, dtype and size and the config, never on a time or a value. A ``lossy`` sum is in fp32, whatever the config says; in stream
+    order in two levels, where there are some.
     """
     state = group_state(group)
     if state is None:
         return summed  # never used
     op, nodes = reduce_op_name(summed.op), group_nodes(resolve_group(group))
+    device = "" if tensor is None else tensor.device.type
     if lossy:
         levels = state.streams(device) and topology.levels(nodes) and topology.ascending(nodes)
         return Sum(summed.op, summed.owned, Reduction("fp32", op, state.size), "lossy", nodes if levels else ())
-    if state.streams(device):
-        return Sum(summed.op, summed.owned, *_in_stream_order(state, op, nodes, config, role, bool(summed.owned.spans)))
+    if tensor is not None and state.streams(device):
+        nbytes, dtype = None if numel is None else numel * tensor.itemsize, str(tensor.dtype).removeprefix("torch.")
+        settled = state_of(None).device_sums or Sums(DTYPES if config.nccl == "on" else ())
+        ours = settled.ours(role, dtype, nbytes)
+        return Sum(summed.op, summed.owned, *_in_stream_order(state, op, nodes, config, role, ours))
     reduction, tolerance = _exactness(config.reduction, state.backend(device), op, state.size)
     levels = reduction.fp32 and topology.levels(nodes)
     return Sum(summed.op, summed.owned, reduction, tolerance, nodes if levels else ())
@@ -247,32 +252,21 @@ def _exactness(kind: str, backend: str, op: str, ranks: int) -> tuple[Reduction,
     return Reduction(kind, op, ranks), "nan" if exact else "rounding"
 
 
-def match_refused(config: ZipcclConfig, ranks: int, roles: Iterable[str] = ROLES) -> str:
-    """Return why sums in match are refused on an NCCL group of ``ranks``; "" where they are not, or no role of these is coded."""
-    coded = config.enabled and config.nccl == "on" and {config.mode_of(role) for role in roles} != {"never"}
-    why = "on NCCL no order of sums is promised by NCCL itself, so that no schedule can have its bits"
-    what = f'"zipccl.reduction" is "match" with "nccl" on, for {ranks} ranks: {why}; match is for gloo, and for NCCL groups of two'
-    return f'{what}; write "auto", "fp32" or "plain"' if config.reduction == "match" and ranks > 2 and coded else ""
-
-
 def _in_stream_order(
-    state: GroupState, op: str, nodes: Sequence[Sequence[int]], config: ZipcclConfig, role: str, owned: bool
+    state: GroupState, op: str, nodes: Sequence[Sequence[int]], config: ZipcclConfig, role: str, ours: bool
 ) -> tuple[Reduction, Tolerance, Sequence[Sequence[int]]]:
-    """Return the arithmetic on a group in stream order, whose backend promises no order."""
+    """Return the arithmetic on a group in stream order, whose backend promises no order. ``ours``: the sum is where ``reduction`` is
+    auto."""
     kind: str = config.reduction
     mode, levels = config.mode_of(role), topology.levels(nodes) and topology.ascending(nodes)
     exact = state.size == 2 and op == "SUM"  # one order; before an average NCCL multiplies
-    if refused := match_refused(config, state.size, (role,)):
-        raise ConfigError(refused)
     several = len(nodes) > 1
-    if kind in ("auto", "match"):
-        world = group_state(None)
-        either = exact and several and config.nccl == "on" and not owned
-        kind = "fp32" if world is None or either else world.device_sums
+    if (kind == "match" and exact) or (kind == "auto" and ours):
+        kind = "fp32"
     suits = levels or (several and all(len(ranks) == 1 for ranks in nodes))
     if kind == "fp32" and mode == "auto" and not suits and not (several and config.reduction == "fp32"):
         kind = "plain"  # in one level ours would send more than the backend's
-    reduction = Reduction(kind, op, state.size)
+    reduction = Reduction(kind if kind == "fp32" else "plain", op, state.size)
     return reduction, "nan" if exact else "rounding", nodes if levels and reduction.fp32 else ()
 
 

@@ -14,7 +14,7 @@ from ds_zipccl.codecs import memory, project
 from ds_zipccl.comm.bases.in_place import Base
 from ds_zipccl.comm.bases.state import GatheredParameter
 from ds_zipccl.comm.context import Call
-from ds_zipccl.comm.group_state import group_size, group_state, group_streams, resolve_group
+from ds_zipccl.comm.group_state import group_size, group_state, resolve_group
 from ds_zipccl.comm.lossy.factors import Factored, Factoring
 from ds_zipccl.comm.lossy.frames import LossyFrames
 from ds_zipccl.comm.reduction_order import NO_SUM, Sum, arithmetic
@@ -127,8 +127,8 @@ class Request:
     tag: int | None = None
 
     def prepare(self) -> None:
-        """Find the arithmetic of a sum, and whether the call is lossy. Raises ConfigError as :func:`.reduction_order.arithmetic`;
-        ValueError if a gather of parameters or from a base is lossy."""
+        """Find the arithmetic of a sum, and whether the call is lossy. Raises ValueError if a gather of parameters or from a base is
+        lossy."""
         tensor = next(iter(self.outputs or self.inputs), None)
         lossy = self.options.lossy
         if lossy is not None:  # first: nearly every call of a job ends here
@@ -140,8 +140,8 @@ class Request:
                 )
             self.options = self.options._replace(lossy=lossy)
         if self.sum.op is not None:
-            device, told = "" if tensor is None else tensor.device.type, self.options
-            self.sum = arithmetic(device, self.sum, self.group, told.config, told.role, lossy is not None)
+            told = self.options
+            self.sum = arithmetic(tensor, self.sum, self.group, told.config, told.role, self.numel, lossy is not None)
 
     def check_tensors(self) -> None:
         """Raise ValueError if frames cannot carry the tensors, or if the arguments do not fit together; before the first message."""
@@ -176,12 +176,8 @@ class Request:
 
     @property
     def plain_sums(self) -> bool:
-        """Return whether the sum is the plain collective's own, so that the call passes. A device can add slices for their owners, with
-        ``nccl`` auto only where that has the bits of the plain sum."""
-        other_bits = self.options.config.nccl == "auto" and self.sum.tolerance == "rounding"
-        return self.sum.reduction.plain and not (
-            self.sum.owned.spans and not other_bits and group_streams(self.group, self.tensor.device.type)
-        )
+        """Return whether the sum is the plain collective's own, so that the call passes."""
+        return self.sum.reduction.plain
 
     @property
     def exact(self) -> bool:

@@ -9,26 +9,18 @@ A lossy call that moves values must agree in every bit with the plain collective
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
-import numpy as np
 import torch
-import torch.distributed as dist
 
-from ds_zipccl import __version__
 from ds_zipccl.comm.work import CommError
-from ds_zipccl.kernels import build
 
 #: The differences that are allowed from the plain results: none; the payloads of NaNs; rounding as well; a lossy sum is not compared.
 Tolerance = Literal["bits", "nan", "rounding", "lossy"]
 #: plain(inputs, outputs, async_op): the operation of torch.distributed on the given tensors.
 Plain = Callable[[Sequence[torch.Tensor], Sequence[torch.Tensor], bool], Any]
 
-#: Name of the file of a rank with the words around a mistake, in the cache folder.
-_SAVED = "zipccl_mismatch_{}.npz"
 #: Bytes of an element -> the dtype of its bits.
 WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -77,7 +69,7 @@ class Shadow:
 
     def _wrong(self, number: int, got: torch.Tensor, want: torch.Tensor) -> torch.Tensor:
         if self._tolerance == "rounding":
-            return _beyond_rounding(got, want, self._magnitudes[number].reshape(-1), self._ranks)
+            return beyond_rounding(got, want, self._magnitudes[number].reshape(-1), self._ranks)
         wrong = bits(got) != bits(want)
         return wrong if self._tolerance == "bits" else wrong & ~(got.isnan() & want.isnan())
 
@@ -87,7 +79,7 @@ def bits(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.view(WORDS[tensor.element_size()])
 
 
-def _beyond_rounding(got: torch.Tensor, want: torch.Tensor, magnitude: torch.Tensor, ranks: int) -> torch.Tensor:
+def beyond_rounding(got: torch.Tensor, want: torch.Tensor, magnitude: torch.Tensor, ranks: int) -> torch.Tensor:
     """Return a mask of the elements where rounding does not explain the difference. Elements where sum(|x|) is not finite are not in it."""
     limits = torch.finfo(got.dtype)
     bound = ranks * (limits.eps * magnitude.double() + limits.smallest_normal * limits.eps)
@@ -106,30 +98,3 @@ def hexadecimal(value: torch.Tensor) -> str:
 def word_text(word: int, nbytes: int) -> str:
     """Return a word of so many bytes, given with or without a sign, such as 0x7fc0."""
     return f"0x{word & (1 << 8 * nbytes) - 1:0{2 * nbytes}x}"
-
-
-def saved_files() -> list[Path]:
-    """Return the files of :func:`saved` that jobs of this user have left on this machine."""
-    try:
-        return sorted(build.cache_root().glob(_SAVED.format("*")))
-    except (OSError, build.BuildError):
-        return []
-
-
-def saved(about: Mapping[str, Any], got: torch.Tensor, wanted: torch.Tensor) -> str:
-    """Save words of two results for a bug report, and return a text with the file; each rank has one. Both hold bit patterns."""
-    rank = dist.get_rank()
-    about = {
-        **about,
-        "rank": rank,
-        "ranks": dist.get_world_size(),
-        "ds_zipccl": __version__,
-        "torch": torch.__version__,
-    }
-    try:
-        path = build.cache_root() / _SAVED.format(rank)
-        path.touch(mode=0o600)  # or a folder with it could not be trusted
-        np.savez(path, about=json.dumps(about), got=got.numpy(), wanted=wanted.numpy())
-    except (OSError, build.BuildError) as error:
-        return f"not saved: {error}"
-    return f"saved in {path}"

@@ -200,7 +200,7 @@ class ZipcclBackend(TorchBackend):  # type: ignore[misc]
         if config.torch_distributed:
             torch_calls.wrap(job)
         if begins:
-            start_up.begin(job, config, device, lossy_calls.unhooked(config))
+            start_up.begin(job, config, device, lossy_calls.unhooked(config), hook_points.lacking("sums"))
 
     def batch_isend_irecv(self, p2p_op_list: list[Any]) -> list[Any]:
         """Start all sends and receives, those of CPU tensors by :meth:`isend` and :meth:`irecv`; return their handles.

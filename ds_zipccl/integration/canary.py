@@ -7,17 +7,20 @@ rendezvous, and not by the group that is on trial. Nothing of the job depends on
 from __future__ import annotations
 
 import contextlib
+import json
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
+from types import MappingProxyType
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from ds_zipccl import comm, devices, tensors
 from ds_zipccl.comm import engine, topology
-from ds_zipccl.comm.group_state import group_nodes, group_state, nodes_of_job, resolve_group
+from ds_zipccl.comm.group_state import group_nodes, nodes_of_job, resolve_group, state_of
 from ds_zipccl.comm.reduction_order import on_host
 from ds_zipccl.comm.shadow_check import WORDS, bits, hexadecimal
 from ds_zipccl.config import ZipcclConfig
@@ -28,48 +31,73 @@ from ds_zipccl.telemetry import counters
 PATIENCE = timedelta(seconds=60)
 #: Bytes of a rank's message, and of the messages of all ranks (admission: several fragments, and milliseconds).
 _NBYTES, _WHOLE = 1 << 20, 64 << 20
+#: Everything is coded.
+_CODED: dict[str, Any] = {
+    "mode": "always",
+    "nccl": "on",
+    "nccl_min_bytes": 0,
+    "min_bytes": 0,
+    "check": "off",
+    "lossy": False,
+    "roles": {},
+}
+#: The calls that add.
+_SUMS = ("all_reduce", "reduce_scatter_tensor")
 
 
 class Outcome(dict[int, str]):
-    """Global rank -> why the clone has not carried the words of that rank; a rank that got all right is not in it. ``seconds``: of this
-    rank."""
+    """Global rank -> why the clone has not carried the words of that rank; a rank that got all right is not in it. ``sums``: the same of
+    sums, where all else was right. ``seconds``: of this rank."""
 
     seconds = 0.0
 
+    def __init__(self, said: Mapping[int, Sequence[str]] = MappingProxyType({})) -> None:
+        super().__init__({rank: texts[0] for rank, texts in said.items() if texts[0]})
+        self.sums = {rank: texts[1] for rank, texts in said.items() if texts[1] and not self}
 
-def try_out(config: ZipcclConfig, device: torch.device) -> Outcome:
+
+def try_out(config: ZipcclConfig, device: torch.device, groups: Sequence[dist.ProcessGroup] | None = None) -> Outcome:
     """Gather, exchange and sum on a clone of the default group, all coded, and compare every word. A collective of all ranks, which get one
     outcome; the host waits, for :data:`PATIENCE` at most in each call. torch's kernels of our streams are loaded then: a kernel that is
     loaded later may wait for all other work of its device.
 
     Args:
         device: whose tensors go in stream order in the default group.
+        groups: sum alone, on clones of these groups of this rank; None: all calls on one of the default group.
     """
     nodes_of_job()
-    begin, clone, counted = time.monotonic(), dist.new_group(), counters.rows()
-    state, said = group_state(clone), ""
-    assert state is not None  # of all ranks
-    state.patience = PATIENCE
+    begin, counted, said = time.monotonic(), counters.rows(), ["", ""]
+    if groups is None:
+        clones = [dist.new_group()]
+    else:
+        members = map(dist.get_process_group_ranks, groups)
+        clones = [dist.new_group(ranks, use_local_synchronization=True) for ranks in members]
+    for clone in clones:
+        state_of(clone).patience = PATIENCE
     runtime = devices.runtime(device)
     # the job's own stream must not wait for work that hangs
     beside = contextlib.nullcontext() if runtime is None else runtime.stream(runtime.Stream(device))
     try:
         with beside:
-            for name, got, wanted in _calls(config, device, clone):
+            calls = _calls if groups is None else _sums
+            for name, got, wanted in (one for clone in clones for one in calls(config, device, clone)):
                 if not engine.finish(device, PATIENCE.total_seconds()):
                     raise RuntimeError(f"{name}: the device did not end its work within {PATIENCE}")
-                said = said or _wrong(name, got, wanted)  # and go on, as the other ranks do
+                at = name in _SUMS
+                said[at] = said[at] or _wrong(name, got, wanted)  # and go on, as the other ranks do
     except Exception as error:  # any: this rank must tell the other ranks
-        said = said or str(error) or repr(error)
-    outcome = Outcome({rank: text for rank, text in topology.tell(resolve_group(None), said).items() if text})
+        said[0] = said[0] or str(error) or repr(error)
+    told = topology.tell(resolve_group(None), json.dumps(said))
+    outcome = Outcome({rank: json.loads(text) for rank, text in told.items()})
     outcome.seconds = time.monotonic() - begin
     if not counted:  # the tables are those of the job
         counters.reset()
-    if outcome:
-        with contextlib.suppress(AttributeError, RuntimeError):  # ends the work that hangs
-            clone._get_backend(device).abort()
-    else:
-        dist.destroy_process_group(clone)
+    for clone in clones:
+        if outcome:
+            with contextlib.suppress(AttributeError, RuntimeError):  # ends the work that hangs
+                clone._get_backend(device).abort()
+        else:
+            dist.destroy_process_group(clone)
     return outcome
 
 
@@ -77,10 +105,8 @@ def _calls(
     config: ZipcclConfig, device: torch.device, group: dist.ProcessGroup
 ) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
     """Make each call, and yield its name, the words that it has written, and the right ones in host memory."""
-    rank, ranks = dist.get_rank(group), dist.get_world_size(group)
-    coded = replace(config, mode="always", nccl="on", nccl_min_bytes=0, min_bytes=0, check="off", lossy=False, roles={})
-    part = min(_NBYTES, _WHOLE // ranks) // 2 // ranks
-    every = [_words(seed, part * ranks) for seed in range(ranks)]
+    rank, ranks, every = _given(group)
+    coded, part = replace(config, **_CODED), len(every[0]) // ranks
     own = every[rank].to(device, copy=True)
     whole = tensors.empty(own.numel() * ranks, own.dtype, device)
     comm.all_gather_into_tensor(whole, own, group, config=coded, role="zero_param")
@@ -100,8 +126,17 @@ def _calls(
             )
         yield name, got, torch.cat(given)
 
+    yield from _sums(config, device, group)
+
+
+def _sums(
+    config: ZipcclConfig, device: torch.device, group: dist.ProcessGroup
+) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
+    """Make the calls that add, as :func:`_calls`."""
+    rank, ranks, every = _given(group)
+    part = len(every[0]) // ranks
     if config.reduction in ("auto", "fp32"):
-        summed = replace(coded, reduction="fp32")
+        summed = replace(config, **_CODED, reduction="fp32")
         for dtype in (torch.float32, torch.bfloat16, torch.float16):
             # all bits of fp32: the sum of a few values of 16 bits is exact in any order
             given = [_summed((words.float() / (3 + seed)).to(dtype), seed) for seed, words in enumerate(every)]
@@ -114,6 +149,13 @@ def _calls(
             comm.reduce_scatter_tensor(shard, own, dist.ReduceOp.AVG, group, config=summed, role="zero_grad")
             parts = [words.split(part)[rank] for words in given]
             yield "reduce_scatter_tensor", shard, on_host(parts, group_nodes(group), ranks)
+
+
+def _given(group: dist.ProcessGroup) -> tuple[int, int, list[torch.Tensor]]:
+    """Return this rank, the number of ranks, and the words of each rank, some for every rank."""
+    ranks = dist.get_world_size(group)
+    part = min(_NBYTES, _WHOLE // ranks) // 2 // ranks
+    return dist.get_rank(group), ranks, [_words(seed, part * ranks) for seed in range(ranks)]
 
 
 def _words(seed: int, numel: int) -> torch.Tensor:
@@ -132,7 +174,7 @@ def _summed(words: torch.Tensor, seed: int) -> torch.Tensor:
     words[1::50_021] = -float("inf")
     least = words[len(words) // 4 :][:1024].view(WORDS[words.itemsize])
     least.copy_(tensors.of_numbers([number // 2 for number in range(len(least))], least.dtype))
-    least[seed % 2 :: 2].bitwise_or_(torch.iinfo(least.dtype).min)
+    least[seed % 3 :: 3].bitwise_or_(torch.iinfo(least.dtype).min)
     return words
 
 

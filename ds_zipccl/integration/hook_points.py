@@ -56,8 +56,8 @@ class HookPoint:
 
 
 #: Features that a name may guard. "versions": agreements on ZeRO-3's parameters, which need to learn of all changes. "bases": bases of
-#: ZeRO-3's gathers. "fused": sums of tied gradients at once. "lossy": lossy codecs.
-GUARDS = ("versions", "bases", "fused", "lossy")
+#: ZeRO-3's gathers. "fused": sums of tied gradients at once. "lossy": lossy codecs. "sums": the order of sums in checkpoints.
+GUARDS = ("versions", "bases", "fused", "lossy", "sums")
 
 #: Name -> point.
 POINTS: dict[str, HookPoint] = {}

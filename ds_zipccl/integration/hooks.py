@@ -14,7 +14,7 @@ from deepspeed.comm.torch import TorchBackend
 
 from ds_zipccl.comm import engine as comm_engine
 from ds_zipccl.config import SECTION, ConfigError, ZipcclConfig, near_misses, parse_section
-from ds_zipccl.integration import bypassed, hints, hook_points
+from ds_zipccl.integration import bypassed, hints, hook_points, start_up
 from ds_zipccl.integration.backend import ZipcclBackend
 from ds_zipccl.integration.bypassed import Facts
 from ds_zipccl.integration.hook_points import HookPoint
@@ -32,6 +32,8 @@ _REPORT = "deepspeed.env_report"
 _WITHOUT_STEPS = "DeepSpeedZeRoOffload"
 #: Kinds of the exchanges in the forward of a MoE layer, in the order of DeepSpeed's calls.
 _EXCHANGES = ("dispatch", "combine")
+#: Key of the order of sums among the user's own values in a checkpoint.
+_RECORD = "ds_zipccl_sums"
 #: Attribute of an exchange's node of the autograd graph: the kind of its forward.
 _KIND = "ds_zipccl_kind"
 
@@ -122,6 +124,9 @@ def _learn_groups(original: Callable[..., Any], engine: Any, *args: Any, **kwarg
             job.tell(bypassed.lines(Facts(classes=bypassed.classes_of(engine.module))))
             powersgd.refuse(engine, job.config)
             fused_embedding.begin_engine(engine, job.config)
+            groups = [engine.seq_data_parallel_group, *engine.expert_data_parallel_group.values()]
+            if engine.dp_world_size < torch.distributed.get_world_size() or engine.has_moe_layers:  # equal on all ranks
+                start_up.try_groups(job, engine.device, groups)
     return result
 
 
@@ -166,6 +171,7 @@ def _take_step(original: Callable[..., Any], engine: Any, *args: Any, **kwargs: 
     # Read before the step: at its end the scheduler sets the rates of the next step.
     rates = [float(rate) for rate in engine.get_lr()] if job.step_log is not None else []
     stage = engine.zero_optimization_stage()
+    comm_engine.before_step()
     with hints.hinting(stepping=stage), lossy_state.stepping(engine, job.config.lossy_roles):
         result = original(engine, *args, **kwargs)
     comm_engine.end_step(engine)
@@ -198,10 +204,14 @@ def _report_ops(original: Callable[..., None], *args: Any, **kwargs: Any) -> Non
 
 
 def _save_checkpoint(original: Callable[..., Any], engine: Any, *args: Any, **kwargs: Any) -> Any:
-    """Save the state of lossy codecs with a checkpoint."""
+    """Save the state of lossy codecs with a checkpoint, and the order of gradient sums as one of the user's own values."""
+    given = hook_points.arguments(original, engine, *args, **kwargs)
     if config := _lossy_config():
-        checkpoints.save(engine, config, hook_points.arguments(original, engine, *args, **kwargs))
-    return original(engine, *args, **kwargs)
+        checkpoints.save(engine, config, given)
+    job = _job()
+    if job is not None and (found := start_up.record(job)):
+        given["client_state"] = {**(given["client_state"] or {}), _RECORD: found}
+    return original(**given)
 
 
 def _load_checkpoint(original: Callable[..., Any], engine: Any, *args: Any, **kwargs: Any) -> Any:
@@ -210,6 +220,9 @@ def _load_checkpoint(original: Callable[..., Any], engine: Any, *args: Any, **kw
         found = original(engine, *args, **kwargs)
     if config := _lossy_config():
         checkpoints.load(engine, config, hook_points.arguments(original, engine, *args, **kwargs), found[0] is not None)
+    job, (path, values) = _job(), found
+    if job is not None and path is not None:
+        start_up.resume(job, (values or {}).pop(_RECORD, None))
     return found
 
 
@@ -300,6 +313,7 @@ _NO_LOG = "its summary has no bytes of coded calls"
 _NO_GROUPS = "groups of the model's layers have the role of data parallelism, and all roles stay exact"
 _NO_STEPS = "gathers of ZeRO-1 and ZeRO-2 are coded without differences, there are no step log and no events, and all roles stay exact"
 _NO_STATE = "checkpoints have no state of lossy codecs"
+_NO_RECORD = "gradient sums stay NCCL's by default"
 _NO_BASES = "gathers of ZeRO-3 are coded without bases and agreed sizes"
 _NOT_SINGLE = "gathers of single parameters of ZeRO-3 are coded without bases and agreed sizes"
 _NO_SIZES = "gathers of ZeRO-3 are coded without agreed sizes and without differences by versions"
@@ -332,13 +346,19 @@ hook_points.declare(
     _of_engine("DeepSpeedEngine._configure_distributed_model", _learn_groups, without=_NO_GROUPS, guards=("lossy",)),
     _of_engine("DeepSpeedEngine._configure_zero_optimizer", _configure_zero, without=_NO_BASES),
     _of_engine("DeepSpeedEngine._take_model_step", _take_step, without=_NO_STEPS, guards=("lossy",)),
-    _of_engine("DeepSpeedEngine.save_checkpoint", _save_checkpoint, ("self", "save_dir", "tag"), without=_NO_STATE),
+    _of_engine(
+        "DeepSpeedEngine.save_checkpoint",
+        _save_checkpoint,
+        ("self", "save_dir", "tag", "client_state"),
+        without=f"{_NO_STATE}, {_NO_RECORD}",
+        guards=("sums",),
+    ),
     _of_engine(
         "DeepSpeedEngine.load_checkpoint",
         _load_checkpoint,
         ("self", "load_dir", "tag"),
-        without=f"{_NO_SIZES}, and {_EXACT}",
-        guards=("versions", "lossy"),
+        without=f"{_NO_SIZES}, {_NO_RECORD}, and {_EXACT}",
+        guards=("versions", "lossy", "sums"),
     ),
     _of_engine("DeepSpeedEngine.destroy", _destroy, without="bases are freed with the process"),
     _of_engine("DeepSpeedEngine.__del__", hints.during(collected=True), guards=("bases",), optional=True),

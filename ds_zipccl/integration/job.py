@@ -18,6 +18,7 @@ from ds_zipccl.config import SECTION, ConfigError, ZipcclConfig, environment_sec
 from ds_zipccl.integration import config_agreement, hints, roles
 from ds_zipccl.ops import OPS
 from ds_zipccl.policy.admission import PassReason
+from ds_zipccl.policy.settled import Settled
 from ds_zipccl.telemetry import counters
 from ds_zipccl.telemetry.step_log import StepLog
 
@@ -128,6 +129,8 @@ class Job:
     zero_stages: frozenset[int] = frozenset()
     #: Groups that were learned from layers of the engines' models, and from calls of torch.distributed -> their roles.
     groups: WeakKeyDictionary[dist.ProcessGroup, str] = field(default_factory=WeakKeyDictionary)
+    #: What was settled for groups in stream order; None where nothing was.
+    settled: Settled | None = None
     #: The step log of rank 0, if the section names a file.
     step_log: StepLog | None = None
     #: The calls that always pass; None where some may be coded.

@@ -108,7 +108,7 @@ def _passes(device: str, config: ZipcclConfig, settled: Settled | None, backend:
         return ""
     if group.nodes == 1:
         return " inside one node, without a network"
-    if settled is not None and settled.reason is not None and settled.sums == "plain":
+    if settled is not None and settled.reason is not None and not settled.sums.dtypes:
         return f", {settled.reason.value}"
     return ""
 
@@ -168,9 +168,8 @@ def schedules(config: ZipcclConfig, settled: Settled, nodes: Sequence[Sequence[i
     """
     # where moves pass, the text of ``settled`` has the reason
     said = list(_MOVES) if settled.reason is None or config.always_codes else []
-    ours = f"in fp32, {'two levels' if topology.levels(nodes) else 'one level'}"
-    pinned = ", pinned for this job" if config.reduction == "auto" else ""
-    said.append(f"sums {ours if settled.sums == 'fp32' else 'by the backend itself'}{pinned}")
+    how = ("in two levels " if topology.levels(nodes) else "in one level ") if settled.sums.dtypes else ""
+    said.append(f"{how}{settled.sums}")
     return f"on {' and '.join(admission.STREAM_BACKENDS)} groups: {', '.join(said)}; {settled}"
 
 

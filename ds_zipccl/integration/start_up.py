@@ -5,9 +5,11 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,17 +17,22 @@ import torch
 from ds_zipccl import comm, devices, kernels
 from ds_zipccl.comm import engine as comm_engine
 from ds_zipccl.comm import topology
-from ds_zipccl.comm.group_state import find_nodes, group_nodes, group_state, nodes_of_job, resolve_group
+from ds_zipccl.comm.group_state import find_nodes, group_nodes, group_state, nodes_of_job, resolve_group, state_of
 from ds_zipccl.comm.transport import TRANSPORTS
 from ds_zipccl.config import ROLES, ZipcclConfig
 from ds_zipccl.integration import canary, hook_points, start_line
 from ds_zipccl.integration.job import Bypass, Job
-from ds_zipccl.policy.settled import Settled
+from ds_zipccl.policy.settled import DTYPES, Settled, Sums
 from ds_zipccl.telemetry import table
 from ds_zipccl.telemetry.step_log import StepLog
 
 #: A lossy function that the C++ kernels have, and numba lacks.
 _LOSSY_FUNCTION = "encode_rounded"
+#: Variables by which a user chooses NCCL's own order of sums.
+_NCCL_ORDER = ("NCCL_ALGO", "NCCL_PROTO")
+_NOT_RIGHT = "did not get the words of the canary right; {}"
+_DIFFERENT_RECORDS = "the ranks have found different records in the checkpoint"
+_NO_RECORD = 'the checkpoint has no record of an order of sums ("reduction": "fp32" or "plain" pins them)'
 
 
 def accept(job: Job, section: Mapping[str, Any] | None, device: torch.device, zero_stage: int | None = None) -> bool:
@@ -45,13 +52,16 @@ def accept(job: Job, section: Mapping[str, Any] | None, device: torch.device, ze
     return config is not None and config.enabled
 
 
-def begin(job: Job, config: ZipcclConfig, device: torch.device, unhooked: Mapping[str, str]) -> None:
+def begin(
+    job: Job, config: ZipcclConfig, device: torch.device, unhooked: Mapping[str, str], unrecorded: str = ""
+) -> None:
     """Measure the link, settle the sums of groups in stream order, and print the start-up lines on rank 0. A collective; blocks.
 
     Args:
         config: the config of the job, after :func:`with_all_kernels`.
         device: of the model's tensors on this rank.
         unhooked: role with a lossy codec -> why some of its calls stay exact.
+        unrecorded: why checkpoints of the job cannot have the order of its sums, which is then the backend's own; "" where they can.
     """
     profile = None
     if _measurable():
@@ -59,7 +69,8 @@ def begin(job: Job, config: ZipcclConfig, device: torch.device, unhooked: Mappin
             profile = comm.calibrate()
         else:
             find_nodes()  # sums depend on the nodes, and must not depend on the mode
-    settled = _settle(job, config, device)
+    said = topology.tell(resolve_group(None), unrecorded or _wants_own_sums())
+    settled = _settle(job, config, device, next(filter(None, said.values()), ""))
     if torch.distributed.get_rank() == 0:
         groups, nodes = start_line.groups_here(), group_nodes(resolve_group(None))
         covered = start_line.describe(groups, device.type, config, settled)
@@ -71,9 +82,64 @@ def begin(job: Job, config: ZipcclConfig, device: torch.device, unhooked: Mappin
         job.step_log = StepLog(config.step_log) if config.step_log else None
 
 
-def _settle(job: Job, config: ZipcclConfig, device: torch.device) -> Settled | None:
+def _wants_own_sums() -> str:
+    """Return why the user wants the backend's own sums on this rank, "" if nothing says so."""
+    if torch.are_deterministic_algorithms_enabled():
+        return "torch.use_deterministic_algorithms is on"
+    names = set(os.environ)
+    for path in (os.environ.get("NCCL_CONF_FILE", "~/.nccl.conf"), "/etc/nccl.conf"):
+        with contextlib.suppress(OSError):
+            names |= {line.split("=")[0].strip() for line in Path(path).expanduser().read_text().splitlines()}
+    return next((f"{name} is set" for name in _NCCL_ORDER if name in names), "")
+
+
+def record(job: Job) -> str:
+    """Return the order of gradient sums in stream order as a checkpoint has it, as json: their dtypes and least bytes, and the nodes
+    and ranks of the job; "" where the job has settled none."""
+    if job.settled is None:
+        return ""
+    found = job.settled.topology
+    sums = state_of(None).device_sums or job.settled.sums
+    return json.dumps([sums.dtypes, sums.least, found.nodes, found.ranks])
+
+
+def resume(job: Job, found: object) -> None:
+    """Take the order of gradient sums of a checkpoint, and print the clause about it anew on rank 0. Where ranks have found different
+    records, or no sound one, sums are the backend's own. A collective of all ranks; blocks.
+
+    Args:
+        found: a text of :func:`record`; anything else is no record.
+    """
+    if job.settled is None or job.config is None:
+        return
+    texts = set(topology.tell(resolve_group(None), found if isinstance(found, str) else "").values())
+    sums, saved = _read(texts.pop() if len(texts) == 1 else "")
+    now, here = _read(record(job))
+    said = f"; saved on {saved}, so that bits change" if sums is not None and sums.dtypes and saved != here else ""
+    if job.config.reduction == "auto":
+        why = _DIFFERENT_RECORDS if texts else _NO_RECORD
+        state_of(None).device_sums = sums or Sums(why=why)
+    elif sums not in (None, now):
+        said = f"; saved with {sums}, so that bits change"
+    if job.bypass is not None:
+        job.bypass.count()  # what passes for good is found anew
+    if torch.distributed.get_rank() == 0:
+        print(f"[ds_zipccl] after the checkpoint: {state_of(None).device_sums}{said}", flush=True)
+
+
+def _read(text: str) -> tuple[Sums | None, str]:
+    """Return the sums of a text of :func:`record`, None if it is no sound one, and a clause about nodes and ranks."""
+    try:
+        found, least, nodes, ranks = json.loads(text)
+        sums = Sums(tuple(name for name in DTYPES if name in found), int(least), "as in the checkpoint")
+        return sums, f"{int(nodes)} nodes with {int(ranks)} ranks"
+    except (OverflowError, TypeError, ValueError, RecursionError):
+        return None, ""
+
+
+def _settle(job: Job, config: ZipcclConfig, device: torch.device, asked: str) -> Settled | None:
     """Settle sums and moves of groups in stream order. Where these may all pass, the job has a way past the engines."""
-    settled = comm_engine.settle(config, device)
+    settled = job.settled = comm_engine.settle(config, device, asked)
     if settled is not None and not config.always_codes:
         job.bypass = Bypass(job.role_of, settled.device)
     return settled
@@ -148,10 +214,27 @@ def with_all_kernels(config: ZipcclConfig, device: torch.device) -> ZipcclConfig
     if config.nccl != "off" and streams:
         outcome = canary.try_out(config, device)
         if outcome:
-            config = _without(config, "nccl", _of_ranks(outcome, "did not get the words of the canary right; {}"))
+            config = _without(config, "nccl", _of_ranks(outcome, _NOT_RIGHT))
+        elif outcome.sums:
+            config = _without(config, "reduction", _of_ranks(outcome.sums, _NOT_RIGHT))
         elif torch.distributed.get_rank() == 0:
             print(f"[ds_zipccl] canary: gather, exchanges and sums right in {outcome.seconds:.2f} s", flush=True)
     return config
+
+
+def try_groups(job: Job, device: torch.device, groups: Iterable[Any]) -> None:
+    """Prove sums on clones of the groups of this rank whose gradients are ours to sum, where these are others than the default group. Where
+    one is wrong, all sums of the job are the backend's own. A collective of all ranks; blocks."""
+    if job.config is None or job.settled is None or not job.settled.sums.dtypes:
+        return
+    found = {tuple(state.ranks): one for one in groups if (state := group_state(one)) is not None}
+    world = torch.distributed.get_world_size()
+    tried = [one for ranks, one in found.items() if len(ranks) < world and len(group_nodes(one)) > 1]
+    outcome = canary.try_out(job.config, device, tried)
+    if wrong := {**outcome, **outcome.sums}:
+        why = _of_ranks(wrong, _NOT_RIGHT)
+        job.config = _without(job.config, "reduction", why)
+        state_of(None).device_sums = Sums(why=why)
 
 
 def _of_ranks(said: Mapping[int, str], what: str) -> str:
@@ -160,9 +243,11 @@ def _of_ranks(said: Mapping[int, str], what: str) -> str:
 
 
 def _without(config: ZipcclConfig, key: str, why: str) -> ZipcclConfig:
+    said = {"enabled": "coding is off", "reduction": "sums are the backend's own"}
+    off: dict[str, Any] = {"enabled": False, "reduction": "plain"}
     if torch.distributed.get_rank() == 0:
-        print(f"[ds_zipccl] {'coding' if key == 'enabled' else key} is off: {why}", flush=True)
-    return replace(config, **{key: False if key == "enabled" else "off"})  # type: ignore[arg-type]
+        print(f"[ds_zipccl] {said.get(key, f'{key} is off')}: {why}", flush=True)
+    return replace(config, **{key: off.get(key, "off")})
 
 
 def _measurable() -> bool:

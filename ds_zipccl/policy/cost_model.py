@@ -361,14 +361,11 @@ FRAGMENTS = 4
 STAGING = 1 << 30
 #: Bytes of the operation by which a job's schedules are chosen (seed: between DeepSpeed's prefetches, 100 MB, and its buckets, 1 GB).
 NOMINAL_BYTES = 256e6
-#: Moves must be predicted to be faster than the plain collective by this factor, and sums, which are chosen once, by the second (seed:
-#: above the error of the model).
-GAINING, SUMS_GAINING = 1.05, 1.3
+#: Moves must be predicted to be faster than the plain collective by this factor (seed: above the error of the model).
+GAINING = 1.05
 #: By how many times delays and the network may be off, and the codec slower (seed: of measurements on idle streams). With any of these
 #: speeds a schedule that is chosen must not be slower than the plain collective.
 DOUBTS, CODEC_DOUBT = ((0.5, 0.7), (0.5, 1.4), (2.0, 0.7), (2.0, 1.4)), 0.7
-#: Bytes of the sums that must gain (seed: buckets of DeepSpeed that are set to "auto" in a model of 7B, and those of its default).
-SUMS_BYTES = (64e6, NOMINAL_BYTES, 1e9)
 #: Bytes per second of a node's network cards above which moves are plain (seed: between 8 x 200 Gbit/s, where gathers gain, and 8 x 400
 #: Gbit/s, where decoding takes as much of the computing as the shorter gathers give).
 FAST_NODE = 250e9
@@ -627,13 +624,20 @@ def _pipeline(stages: Sequence[float], pieces: int) -> float:
 
 
 def pays(
-    kind: str, topology: Topology, profile: DeviceProfile, nbytes: float, wanted: float = GAINING, *, waits: int = 0
+    kind: str,
+    topology: Topology,
+    profile: DeviceProfile,
+    nbytes: float,
+    wanted: float = GAINING,
+    *,
+    waits: int = 0,
+    ratio: float | None = None,
 ) -> bool:
     """Return whether our schedule is predicted to be faster by the factor ``wanted``, and no slower where the profile is off by the
-    doubts."""
+    doubts. ``waits``, ``ratio``: as in :func:`coded_seconds`."""
 
     raw = kind == GATHER and gathers_raw(topology, profile)
-    schedule = gather_wire if raw else partial(coded_seconds, kind, waits=waits)
+    schedule = gather_wire if raw else partial(coded_seconds, kind, ratio=ratio, waits=waits)
 
     def gain(found: DeviceProfile) -> float:
         return plain_seconds(kind, nbytes, topology, found) / schedule(nbytes, topology, found, cut_by=profile)
@@ -648,14 +652,6 @@ def gathers_raw(topology: Topology, profile: DeviceProfile) -> bool:
     return gather_wire(NOMINAL_BYTES, topology, profile) < coded_seconds(GATHER, NOMINAL_BYTES, topology, profile)
 
 
-def sums_of(topology: Topology, profile: DeviceProfile) -> str:
-    """Return the sums of a job: "fp32" (ours) or "plain" (the backend's own). A group inside a node, and nodes with several ranks that are
-    not equally many, have plain ones."""
-    ours = topology.nodes > 1 and (topology.levels or topology.each == 1)
-    gains = ours and all(pays(SUM, topology, profile, nbytes, SUMS_GAINING) for nbytes in SUMS_BYTES)
-    return "fp32" if gains else "plain"
-
-
 def moves_may_gain(topology: Topology, profile: DeviceProfile) -> bool:
     """Return whether gathers and exchanges are worth a trial. Where they are not, they are plain, and nothing is measured."""
     return topology.nodes > 1 and profile.network <= FAST_NODE and least_bytes(topology, profile, waits=0) < math.inf
@@ -665,12 +661,14 @@ def moves_may_gain(topology: Topology, profile: DeviceProfile) -> bool:
 _LEAST_SIZES = tuple(int(65_536 * 2 ** (step / 8)) for step in range(8 * 14 + 1))
 
 
-def least_bytes(topology: Topology, profile: DeviceProfile, *, waits: int, kind: str = GATHER) -> float:
-    """Return the bytes from which on our schedule is predicted to gain, up to 1 GiB; infinite where 1 GiB does not gain. ``waits``: as in
-    :func:`coded_seconds`."""
+def least_bytes(
+    topology: Topology, profile: DeviceProfile, *, waits: int = 0, kind: str = GATHER, ratio: float | None = None
+) -> float:
+    """Return the bytes from which on our schedule is predicted to gain, up to 1 GiB; infinite where 1 GiB does not gain. ``waits``,
+    ``ratio``: as in :func:`coded_seconds`."""
     found = math.inf
     for nbytes in reversed(_LEAST_SIZES):
-        if not pays(kind, topology, profile, nbytes, waits=waits):
+        if not pays(kind, topology, profile, nbytes, waits=waits, ratio=ratio):
             return found
         found = nbytes
     return 0.0

@@ -230,16 +230,6 @@ def pieces_of_step(nbytes: Sequence[int], budget: int) -> int:
     return 1 << max((size for size, moved in enumerate(nbytes) if moved <= most), default=0)
 
 
-#: A reduce-scatter of parts that are padded to the longest one may have this many times their elements (seed: single reduces of each part
-#: have a latency each).
-PADDED = 1.1
-
-
-def even(numels: Sequence[int]) -> bool:
-    """Return whether parts of ``numels`` elements go in one reduce-scatter, padded to the longest; otherwise each goes in a reduce."""
-    return len(numels) * max(numels) <= PADDED * sum(numels)
-
-
 def device_sum_numel(numel: int, itemsize: int, rows: int, budget: int) -> int:
     """Return the elements of a part that are summed with one agreement. ``rows``: parts of ``numel`` elements that a rank holds meanwhile.
 

@@ -30,7 +30,7 @@ from ds_zipccl.cli.planning import speeds, user_job
 from ds_zipccl.integration import autoload, hook_points
 from ds_zipccl.policy.admission import PassReason
 from ds_zipccl.policy.cost_model import DeviceProfile, LinkProfile, Topology, lossy_size, predict
-from ds_zipccl.policy.settled import Settled
+from ds_zipccl.policy.settled import Settled, Sums
 from ds_zipccl.tools import ToolError, link, namespaces
 
 FAST = LinkProfile(((1.0, 1e-5), (1e9, 1.0)), 1e12, 1e12, 1e12, 1e12, 1e12, 1e-6)
@@ -205,7 +205,7 @@ def test_lines_that_pass_and_why(tmp_path: Path) -> None:
     *lines, total = job_plan.predict(job, PARAMS, 2, slow, NORMAL)
     assert all(row["reason"].startswith(PassReason.LINK_IS_FASTER.value) for row in lines)
     assert total["speedup"] == 1
-    settled = Settled("cuda", Topology(2, 1), DeviceProfile(1e8), None, "fp32", 0.0)
+    settled = Settled("cuda", Topology(2, 1), DeviceProfile(1e8), None, Sums(("bfloat16",)), 0.0)
     for least, reason in ((4_000_000, ""), (4_000_001, PassReason.SMALL.value)):
         on = {"enabled": True, "delta": "off", "nccl": "on", "nccl_min_bytes": least}
         rows = job_plan.predict_on_device(user_job.read(written(tmp_path, zipccl=on)), PARAMS, settled, NORMAL)

@@ -136,19 +136,19 @@ def test_what_is_measured_of_differences() -> None:
 # ---- schedules, by the model with which they were designed
 
 NODES = "plan --params 7e9 --gpus 32 --gpus-per-node 8 --live 0"
-#: Network of a node -> seconds of communication a step: ZeRO-3 plain and coded, ZeRO-2 plain, with owners, and with owners, coding and
-#: differences at ratio 8. Operations of 200 MB, a codec of 1 TB/s, no latency of rings. Plain and owners are those of the design with rings
-#: that pass (n-1)/n: 31/24 of its times where the network is slower than NVLink. Coded gathers of the slowest networks go in
-#: two levels.
+#: Network of a node -> seconds of communication a step: ZeRO-3 plain and coded, ZeRO-2 plain, and with owners, coding and differences at
+#: ratio 8. Operations of 200 MB, a codec of 1 TB/s, no latency of rings. Plain is that of the design with rings that pass (n-1)/n: 31/24 of
+#: its times where the network is slower than NVLink. Coded gathers of the slowest networks go in two levels. Sums above 100 Gbit/s are
+#: plain.
 DESIGN = {
-    "8x400gbit/node": ("0.11", "0.11", "0.11", "0.07", "0.07"),
-    "8x200gbit/node": ("0.21", "0.21", "0.21", "0.14", "0.14"),
-    "8x100gbit/node": ("0.43", "0.40", "0.43", "0.29", "0.21"),
-    "400gbit/node": ("0.86", "0.74", "0.86", "0.57", "0.37"),
-    "200gbit/node": ("1.71", "1.41", "1.71", "1.14", "0.69"),
-    "100gbit/node": ("3.43", "2.10", "3.43", "2.28", "0.92"),
-    "25gbit-tcp/node": ("15.3", "8.5", "15.3", "10.2", "3.5"),
-    "10gbit-tcp/node": ("38.3", "20.8", "38.3", "25.5", "8.4"),
+    "8x400gbit/node": ("0.11", "0.11", "0.11", "0.11"),
+    "8x200gbit/node": ("0.21", "0.21", "0.21", "0.21"),
+    "8x100gbit/node": ("0.43", "0.40", "0.43", "0.36"),
+    "400gbit/node": ("0.86", "0.74", "0.86", "0.66"),
+    "200gbit/node": ("1.71", "1.41", "1.71", "1.26"),
+    "100gbit/node": ("3.43", "2.10", "3.43", "0.92"),
+    "25gbit-tcp/node": ("15.3", "8.5", "15.3", "3.5"),
+    "10gbit-tcp/node": ("38.3", "20.8", "38.3", "8.4"),
 }
 
 
@@ -168,7 +168,7 @@ def test_every_row_of_the_design(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert {row["network"] for row in three} == set(DESIGN)
     for network, wanted in DESIGN.items():
         found = [seconds(three, network, variant) for variant in ("plain", "coded")]
-        found += [seconds(two, network, variant) for variant in ("plain", "owners", "coded")]
+        found += [seconds(two, network, variant) for variant in ("plain", "coded")]
         for got, text in zip(found, wanted, strict=True):
             rounding = 0.5 * 10 ** -len(text.partition(".")[2])
             nearest = min(max(got, float(text) - rounding), float(text) + rounding)
@@ -179,10 +179,7 @@ def test_every_row_of_the_design(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert printed.count(default) == 2 * len(DESIGN)
     assert f"8x400gbit/node: plain communication takes 0.11 {default} as long\n" in printed
     assert f"8x100gbit/node: plain communication takes 0.428 {default} 0.4 s (1.07 times less)\n" in printed
-    times = (
-        f'38.3 {default} 26.5 s (1.45 times less), with "nccl": "on" 20.8 s (1.84 times less), with "nccl": "on" and'
-    )
-    assert f"10gbit-tcp/node: plain communication takes {times}" in printed
+    assert f"10gbit-tcp/node: plain communication takes 38.3 {default} 8.38 s (4.57 times less)\n" in printed
 
 
 def test_the_headline_is_answered(capsys: pytest.CaptureFixture[str]) -> None:
@@ -193,36 +190,35 @@ def test_the_headline_is_answered(capsys: pytest.CaptureFixture[str]) -> None:
     assert "memory: zero3_base auto keeps 6.98e+09 frozen parameters in 13.96 GB of the host's memory" in printed
     assert "or in 1.745 GB of each GPU, once for all GPUs of a node" in printed
     assert printed.splitlines()[-1].startswith(
-        "answer, 10gbit-tcp/node: plain communication takes 23 s a step, with the default config 0.184 s (125 times less)"
+        "answer, 10gbit-tcp/node: plain communication takes 23 s a step, with the default config 0.162 s (142 times less)"
     )
     assert main([*words, *"1.25Gbit-TCP/gpu --tflops 400 --tokens 8192 --gpu-profile assumed-1.0".split()]) == 0
     *_, last = capsys.readouterr().out.splitlines()
     assert last.startswith(
-        "answer, 1.25gbit-tcp/gpu: plain communication takes 23 s a step, with the default config 0.184 s"
+        "answer, 1.25gbit-tcp/gpu: plain communication takes 23 s a step, with the default config 0.162 s"
     )
     # 1e12 * 400 operations a second, 8 for each parameter and token: 1.15 s
-    assert last.endswith("; a whole step takes 24.1 s, with the default config 1.33 s (18.1 times less)")
+    assert last.endswith("; a whole step takes 24.1 s, with the default config 1.31 s (18.4 times less)")
 
 
 def test_lines_of_one_network(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    rows = on_nccl(tmp_path, "--zero", "2", "--round-robin", "--network", "2x50gbit-tcp/node")
+    rows = on_nccl(tmp_path, "--zero", "2", "--round-robin", "--network", "2x12gbit-tcp/node")
     assert [(row["op"], row["variant"], row["how"], row["calls"]) for row in rows] == [
-        ("all_reduce", "plain", "plain", 14), ("reduce_scatter", "owners", "plain", 14), ("reduce_scatter", "coded", "coded", 14),
-        ("all_gather", "plain", "plain", 14), ("all_gather", "owners", "plain", 14), ("all_gather", "coded", "differences", 14),
-        ("", "plain", "", 28), ("", "owners", "", 28), ("", "coded", "", 28),
+        ("all_reduce", "plain", "plain", 14), ("reduce_scatter", "coded", "coded", 14),
+        ("all_gather", "plain", "plain", 14), ("all_gather", "coded", "differences", 14), ("", "plain", "", 28), ("", "coded", "", 28),
     ]  # fmt: skip
-    topology, profile = Topology(4, 8), DeviceProfile(2 * 50e9 / 8 * TCP_REACH)
+    topology, profile = Topology(4, 8), DeviceProfile(2 * 12e9 / 8 * TCP_REACH)
     ring = plain_seconds(SUM, 1e9, topology, profile)
-    assert rows[0]["ms"] == pytest.approx(14e3 * 2 * ring) and rows[1]["ms"] == pytest.approx(14e3 * ring)
-    assert rows[2]["ms"] == pytest.approx(14e3 * coded_seconds(SUM, 1e9, topology, profile))
+    assert rows[0]["ms"] == pytest.approx(14e3 * 2 * ring)
+    assert rows[1]["ms"] == pytest.approx(14e3 * coded_seconds(SUM, 1e9, topology, profile))
     based = replace(profile, encode=BASE_SPEED * profile.encode, decode=BASE_SPEED * profile.decode)
     gather = coded_seconds(GATHER, 1e9, topology, based, DELTA_RATIO, waits=1) + 1e9 / HASH
-    assert rows[5]["ms"] == pytest.approx(14e3 * gather)
-    for variant in range(3):
-        assert rows[6 + variant]["ms"] == pytest.approx(rows[variant]["ms"] + rows[3 + variant]["ms"])
-        assert rows[6 + variant]["speedup"] == pytest.approx(rows[6]["ms"] / rows[6 + variant]["ms"])
+    assert rows[3]["ms"] == pytest.approx(14e3 * gather)
+    for variant in range(2):
+        assert rows[4 + variant]["ms"] == pytest.approx(rows[variant]["ms"] + rows[2 + variant]["ms"])
+        assert rows[4 + variant]["speedup"] == pytest.approx(rows[4]["ms"] / rows[4 + variant]["ms"])
     printed = capsys.readouterr().out
-    assert "2x50gbit-tcp/node parameters           all_gather" in printed
+    assert "2x12gbit-tcp/node parameters           all_gather" in printed
     words = "--zero 2 --network 100gbit/node --delta off --owner-only off --ratio 2"
     rows = on_nccl(tmp_path, *words.split())
     assert [(row["op"], row["how"]) for row in rows[:4]] == [
@@ -232,19 +228,17 @@ def test_lines_of_one_network(tmp_path: Path, capsys: pytest.CaptureFixture[str]
 
 
 def test_buckets_that_few_ranks_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A bucket of 2 of 32 ranks: NCCL reduces it to each, which passes every node; ours is all-reduced, because one node gets all of it."""
+    """A bucket of 2 of 32 ranks is all-reduced, because one node gets all of it."""
     spread = on_nccl(tmp_path, "--zero", "2", "--network", "100gbit/node", "--round-robin")
     assert "round_robin_gradients" not in capsys.readouterr().out
     rows = on_nccl(tmp_path, "--zero", "2", "--network", "100gbit/node")
-    wanted = f'with "nccl": "on" and "round_robin_gradients": true {spread[-1]["ms"] / 1e3:.3g} s (3.72 times less)\n'
+    wanted = f'with "round_robin_gradients": true {spread[-1]["ms"] / 1e3:.3g} s (3.72 times less)\n'
     assert capsys.readouterr().out.endswith(wanted)
     topology, profile = Topology(4, 8), DeviceProfile(100e9 / 8 * RDMA_REACH)
-    assert rows[1]["ms"] == pytest.approx(14e3 * plain_seconds(SUM, 1e9, topology, profile) * 4 / 3)
     ours = coded_seconds(SUM, 1e9, topology, profile) + coded_seconds(GATHER, 1e9, topology, profile, waits=1)
-    assert rows[2]["ms"] == pytest.approx(14e3 * ours)
+    assert rows[1]["ms"] == pytest.approx(14e3 * ours)
     spread = on_nccl(tmp_path, "--zero", "2", "--network", "100gbit/node", "--bucket", "14e9")
-    assert spread[1]["ms"] == pytest.approx(1e3 * plain_seconds(SUM, 14e9, topology, profile))
-    assert spread[2]["ms"] == pytest.approx(1e3 * coded_seconds(SUM, 14e9, topology, profile))
+    assert spread[1]["ms"] == pytest.approx(1e3 * coded_seconds(SUM, 14e9, topology, profile))
 
 
 def test_bases_of_zero3(tmp_path: Path) -> None:

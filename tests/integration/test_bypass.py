@@ -135,7 +135,7 @@ def test_a_job_passes_calls_where_no_role_is_always_coded(monkeypatch: pytest.Mo
         (settled, {}, True), (settled, {"mode": "always"}, False), (settled, {"roles": {"ep": "always"}}, False), (None, {}, False),
     ]  # fmt: skip
     for choice_made, settings, passes in cases:
-        monkeypatch.setattr(comm_engine, "settle", lambda config, device, made=choice_made: made)
+        monkeypatch.setattr(comm_engine, "settle", lambda *given, made=choice_made: made)
         found, config = Job(), ZipcclConfig(enabled=True, nccl="on", **settings)
-        assert start_up._settle(found, config, torch.device("cpu")) is choice_made
+        assert start_up._settle(found, config, torch.device("cpu"), "") is choice_made
         assert (found.bypass is not None) == passes, settings

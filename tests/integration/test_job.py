@@ -133,6 +133,7 @@ def test_steps_are_seen_logged_and_shown(this: Job, monkeypatch: pytest.MonkeyPa
     shown: list[str] = []
     chosen: list[tuple[Any, int]] = []
     monkeypatch.setattr(hooks.table, "show", shown.append)
+    monkeypatch.setattr(hooks.comm_engine, "before_step", lambda: None)
     monkeypatch.setattr(hooks.comm_engine, "end_step", lambda engine: chosen.append((engine, engine.global_steps)))
     engine, lines = Engine(2), []
     assert hooks._take_step(Engine.step, engine) == "result" and engine.seen == [0, 0], "coding is off"

@@ -6,6 +6,7 @@ import contextlib
 import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -179,3 +180,26 @@ def test_the_canary_is_for_several_nodes(monkeypatch: pytest.MonkeyPatch, capsys
         told = itertools.cycle([{}, others])
         assert start_up.with_all_kernels(replace(on, nccl="auto", mode=mode), backend._device()).nccl == "auto"  # type: ignore[arg-type]
         assert (tried in (said := capsys.readouterr().out)) and bool(said) == bool(tried), (mode, nodes)
+
+
+@pytest.mark.parametrize(
+    ("variable", "home", "deterministic", "said"),
+    [
+        ("", "", False, ""),
+        ("NCCL_ALGO", "", False, "NCCL_ALGO is set"),
+        ("", "# NCCL_ALGO=Ring\n NCCL_PROTO = LL\n", False, "NCCL_PROTO is set"),
+        ("", "#NCCL_ALGO=Ring\nNCCL_DEBUG=INFO", False, ""),
+        ("NCCL_PROTO", "", True, "torch.use_deterministic_algorithms is on"),
+    ],
+)
+def test_who_wants_nccls_own_sums(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, variable: str, home: str, deterministic: bool, said: str
+) -> None:
+    for name in ("NCCL_ALGO", "NCCL_PROTO"):
+        monkeypatch.delenv(name, raising=False)
+    if variable:
+        monkeypatch.setenv(variable, "Ring")
+    (tmp_path / "conf").write_text(home)
+    monkeypatch.setenv("NCCL_CONF_FILE", str(tmp_path / "conf"))
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: deterministic)
+    assert start_up._wants_own_sums() == said

@@ -10,7 +10,6 @@ import ranks as runner
 import torch.distributed as dist
 
 import ds_zipccl
-from ds_zipccl.comm.device.choice import Settled
 from ds_zipccl.config import ZipcclConfig
 from ds_zipccl.integration import start_line as lines
 from ds_zipccl.integration import start_up
@@ -18,6 +17,7 @@ from ds_zipccl.integration.start_line import Group, describe, groups_here, start
 from ds_zipccl.ops import OPS
 from ds_zipccl.policy.admission import PassReason
 from ds_zipccl.policy.cost_model import DeviceProfile, LinkProfile, Topology
+from ds_zipccl.policy.settled import Settled, Sums
 
 #: Routes, best first -> why they are not used.
 WHY = {"cuda": "no GPU here", "native": "", "numba": ""}
@@ -126,20 +126,20 @@ def test_clauses(config: ZipcclConfig, device: str, groups: list[Group], said: s
 FAST = PassReason.NETWORK_IS_FASTER
 
 
-def settled(sums: str = "fp32", reason: PassReason | None = None) -> Settled:
-    return Settled("cuda", Topology(2, 4), DeviceProfile(42e9), reason, sums, 27e6)
+def settled(dtypes: tuple[str, ...] = ("bfloat16",), reason: PassReason | None = None) -> Settled:
+    return Settled("cuda", Topology(2, 4), DeviceProfile(42e9), reason, Sums(dtypes, why="why"), 27e6)
 
 
 def test_what_was_settled_on_fast_networks() -> None:
     """Where neither moves nor sums are coded, nothing is. A mode of always codes all the same."""
     groups = [Group(8, NCCL, nodes=2)]
     said = f"nothing will be coded: cuda tensors go over nccl, {FAST.value}"
-    assert describe(groups, "cuda", ON, settled("plain", FAST)) == said
-    for found in (settled("fp32", FAST), settled("plain")):
+    assert describe(groups, "cuda", ON, settled((), FAST)) == said
+    for found in (settled(reason=FAST), settled(())):
         assert describe(groups, "cuda", ON, found) == "codes cuda tensors over nccl"
     always = replace(ON, roles={"ep": "always"})
     for nodes in (1, 2):
-        found = describe([Group(8, NCCL, nodes=nodes)], "cuda", always, settled("plain", FAST))
+        found = describe([Group(8, NCCL, nodes=nodes)], "cuda", always, settled((), FAST))
         assert found == "codes cuda tensors over nccl"
 
 
@@ -148,14 +148,13 @@ def test_schedules_in_stream_order() -> None:
     assert OPS["all_gather_into_tensor"].on_device and OPS["all_to_all_single"].on_device
     nodes = [[0, 1, 2, 3], [4, 5, 6, 7]]
     moves = "gathers in slots by the backend's own all-gather, all-to-alls in slots by the backend's own"
-    auto, fast = settled(), settled("plain", FAST)
+    auto, fast = settled(), settled((), FAST)
     found = lines.schedules(ON, auto, nodes)
-    assert found == f"on nccl groups: {moves}, sums in fp32, two levels, pinned for this job; {auto}"
+    assert found == f"on nccl groups: {moves}, in two levels gradient sums of bfloat16 in fp32 (why); {auto}"
     assert "42 GB/s" in found and "coded from 27 MB on" in found
-    found = lines.schedules(replace(ON, reduction="fp32"), auto, [[0], [1]])
-    assert found == f"on nccl groups: {moves}, sums in fp32, one level; {auto}"
+    assert "in one level gradient sums of" in lines.schedules(ON, auto, [[0], [1]])
     found = lines.schedules(ON, fast, nodes)
-    assert found == f"on nccl groups: sums by the backend itself, pinned for this job; {fast}"
+    assert found == f"on nccl groups: sums by the backend itself (why); {fast}"
     assert FAST.value in found
     assert moves in lines.schedules(replace(ON, mode="always"), fast, nodes)
     assert start_line(ON, None, "codes all", nodes, settled()).endswith(f"; {lines.schedules(ON, settled(), nodes)}")

@@ -15,7 +15,9 @@ from pytest import MonkeyPatch
 from sim import communicator
 from sim.device import Gpu, mine
 
+from ds_zipccl.comm.device import sums as device_sums
 from ds_zipccl.comm.group_state import group_state
+from ds_zipccl.comm.shadow_check import bits
 from ds_zipccl.comm.transport.nccl import NcclTransport
 from ds_zipccl.config import ZipcclConfig
 from ds_zipccl.integration import canary
@@ -35,7 +37,7 @@ def small(monkeypatch: MonkeyPatch) -> None:
     monkeypatch.setattr(canary, "_NBYTES", 96 << 10)
 
 
-def tried(rank: int, ranks: int, nodes: Any, config: ZipcclConfig = CONFIG) -> tuple[dict[int, str], list[Any]]:
+def tried(rank: int, ranks: int, nodes: Any, config: ZipcclConfig = CONFIG) -> tuple[Any, Any, list[Any]]:
     """Return the outcome on this rank, and the counters behind it. The job goes on with plain collectives."""
     if nodes:
         levels.pretend(nodes)
@@ -47,7 +49,7 @@ def tried(rank: int, ranks: int, nodes: Any, config: ZipcclConfig = CONFIG) -> t
     state = group_state(group)
     assert state is not None and state.patience is None
     gc.collect()
-    return dict(outcome), counters.rows()
+    return dict(outcome), outcome.sums, counters.rows()
 
 
 @pytest.mark.parametrize(
@@ -61,14 +63,70 @@ def tried(rank: int, ranks: int, nodes: Any, config: ZipcclConfig = CONFIG) -> t
     ],
 )
 def test_a_healthy_group(route: CudaBackend, ranks: int, nodes: Any) -> None:
-    assert world.run(tried, ranks, nodes, modes=HARD, route=route).values == [({}, [])] * ranks
+    assert world.run(tried, ranks, nodes, modes=HARD, route=route).values == [({}, {}, [])] * ranks
 
 
 def test_another_order_of_sums_is_noticed(route: CudaBackend, monkeypatch: MonkeyPatch) -> None:
     right = canary.on_host
     monkeypatch.setattr(canary, "on_host", lambda given, *more: right(given[::-1], *more))
-    (said, _), *_ = world.run(tried, 3, (), modes=HARD, route=route).values
-    assert set(said) == {0, 1, 2} and all(text.startswith("all_reduce: word") for text in said.values())
+    _sums_alone_are_wrong(world.run(tried, 3, (), modes=HARD, route=route).values, "all_reduce: word")
+
+
+def _sums_alone_are_wrong(outcomes: Any, said: str) -> None:
+    for others, sums, _ in outcomes:
+        assert not others and set(sums) == set(range(len(outcomes)))
+        assert all(text.startswith(said) for text in sums.values())
+
+
+def cut(sums: torch.Tensor) -> None:
+    """Another rounding of 16 bits."""
+    if sums.dtype is torch.bfloat16:
+        bits(sums)[:].bitwise_and_(-2)
+
+
+def flushed(sums: torch.Tensor) -> None:
+    """No denormals."""
+    sums.masked_fill_(sums.abs() < torch.finfo(sums.dtype).smallest_normal, 0)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"), [(cut, "reduce_scatter_tensor: word"), (flushed, "all_reduce: word")], ids=["cut", "flushed"]
+)
+@pytest.mark.parametrize("nodes", [(), ((0, 1), (2, 3))], ids=["one level", "two levels"])
+def test_another_rounding_of_sums_is_noticed(
+    route: CudaBackend, change: Any, said: str, nodes: Any, monkeypatch: MonkeyPatch
+) -> None:
+    add = device_sums.Summing._sum_rows
+
+    def wrong(self: Any, matrix: Any, sums: torch.Tensor, *more: Any) -> None:
+        add(self, matrix, sums, *more)
+        change(sums)
+
+    monkeypatch.setattr(device_sums.Summing, "_sum_rows", wrong)
+    _sums_alone_are_wrong(world.run(tried, 4, nodes, modes=HARD, route=route).values, said)
+
+
+def on_other_groups(rank: int, ranks: int) -> Any:
+    levels.pretend(levels.nodes_of(2, 2))
+    pairs = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+    outcome = canary.try_out(CONFIG, torch.device("cuda", rank), [pairs[rank % 2]])
+    return dict(outcome), outcome.sums
+
+
+@pytest.mark.parametrize("wrong", [False, True])
+def test_other_groups_sum_on_clones_of_their_own(route: CudaBackend, wrong: bool, monkeypatch: MonkeyPatch) -> None:
+    """A mistake on one of them is told to all ranks."""
+    add = device_sums.Summing._sum_rows
+
+    def changed(self: Any, matrix: Any, sums: torch.Tensor, *more: Any) -> None:
+        add(self, matrix, sums, *more)
+        if self._ctx.state.ranks == [1, 3]:
+            cut(sums)
+
+    if wrong:
+        monkeypatch.setattr(device_sums.Summing, "_sum_rows", changed)
+    outcomes = world.run(on_other_groups, 4, modes=HARD, route=route).values
+    assert all(not others and set(sums) == ({1, 3} if wrong else set()) for others, sums in outcomes)
 
 
 def behind_another_call(rank: int, ranks: int) -> None:

@@ -22,11 +22,13 @@ from ds_zipccl.comm.device.context import DeviceContext
 from ds_zipccl.comm.group_state import device_profile, group_state, of_all_groups, resolve_group
 from ds_zipccl.comm.request import Request
 from ds_zipccl.comm.steps import OTHER_STEPS
-from ds_zipccl.config import ConfigError, ZipcclConfig
+from ds_zipccl.config import ZipcclConfig
 from ds_zipccl.kernels.cuda.backend import CudaBackend
 from ds_zipccl.policy import cost_model, trial
+from ds_zipccl.policy import settled as policy_settled
 from ds_zipccl.policy.admission import PassReason
 from ds_zipccl.policy.cost_model import DeviceProfile
+from ds_zipccl.policy.settled import DTYPES
 from ds_zipccl.telemetry import counters
 from on_sim import world
 
@@ -41,6 +43,7 @@ NUMEL = 3000
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(calibration, "SIZES", (1 << 10, 4 << 10))
+    monkeypatch.setattr(calibration, "SUM_SIZES", (1 << 10, 4 << 10))
     monkeypatch.setattr(calibration, "CODED_BYTES", (4 << 10, 16 << 10))
     monkeypatch.setattr(calibration, "_DRAWN", 1 << 10)
     monkeypatch.setattr(calibration, "_BUDGET_S", 1e9)
@@ -59,7 +62,7 @@ def measured(rank: int, ranks: int, nodes: int) -> Any:
     found = settled(rank, nodes)
     assert found is not None and found.profile is device_profile("cuda")
     state = group_state(None)
-    assert state is not None and state.device_sums == found.sums in ("fp32", "plain")
+    assert state is not None and state.device_sums == found.sums
     assert (found.profile is None) == (nodes == 1)
     return found
 
@@ -70,6 +73,106 @@ def test_all_ranks_measure_the_same(route: CudaBackend, ranks: int, nodes: int) 
         outcome = world.run(measured, ranks, nodes, seed=seed, modes=modes, route=route)
         assert len(set(outcome.values)) == 1
         assert all(bool(one.collectives) == (nodes > 1) for one in outcome.counters)
+
+
+def summed_by(rank: int, ranks: int, settings: dict[str, Any], asked: str, more: Any = None) -> Any:
+    levels.pretend(more or levels.nodes_of(2, ranks // 2))
+    found = choice.settle(ZipcclConfig(enabled=True, **{**AUTO, **settings}), torch.device("cuda", rank), asked)
+    return None if found is None else found.sums
+
+
+#: 25 and 100 Gbit/s a node; the timings of both schedules that all ranks agree on.
+SLOWER, FASTER = DeviceProfile(network=2.9e9), DeviceProfile(network=11e9)
+
+
+@pytest.mark.parametrize(
+    ("profile", "gain", "settings", "asked", "dtypes", "why"),
+    [
+        (SLOWER, 1.2, {}, "", DTYPES, "1.20 times as fast in bfloat16, "),
+        (SLOWER, 1.14, {}, "", (), "1.14 times as fast in float32, wanted 1.15"),
+        (SLOWER, 9.0, {"nccl": "auto"}, "", DTYPES, "9.00 times"),
+        (SLOWER, 9.0, {}, "NCCL_ALGO is set", (), "NCCL_ALGO is set"),
+        (SLOWER, 9.0, {"reduction": "plain"}, "", (), 'by "reduction"'),
+        (FAST, 9.0, {}, "", (), "would gain less than 1.3 times"),
+        (FAST, 0.5, {"reduction": "fp32"}, "NCCL_ALGO is set", DTYPES, 'by "reduction"'),
+        (FAST, 0.5, {"mode": "always"}, "", DTYPES, '"always"'),
+    ],
+)
+def test_sums_are_chosen_by_facts_and_confirmed_by_a_timing(
+    route: CudaBackend,
+    monkeypatch: pytest.MonkeyPatch,
+    profile: DeviceProfile,
+    gain: float,
+    settings: Any,
+    asked: str,
+    dtypes: Any,
+    why: str,
+) -> None:
+    with_profile(monkeypatch, profile)
+    monkeypatch.setattr(calibration, "sums", lambda *more: (((1, 1.0), (2, 1.0)), ((1, 9.0), (2, gain))))
+    outcome = world.run(summed_by, 4, settings, asked, route=route)
+    assert {one.dtypes for one in outcome.values} == {dtypes} and all(why in one.why for one in outcome.values)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "why"), [([[0, 3], [1, 2]], "do not ascend"), ([[0, 1, 2], [3]], "different numbers of ranks")]
+)
+def test_nodes_that_suit_no_sums_are_named(
+    route: CudaBackend, monkeypatch: pytest.MonkeyPatch, nodes: Any, why: str
+) -> None:
+    with_profile(monkeypatch, SLOWER)
+    outcome = world.run(summed_by, 4, {}, "", nodes, route=route)
+    assert all(not one.dtypes and why in one.why for one in outcome.values)
+
+
+@pytest.mark.parametrize("nbytes", [1 << 10, 64 << 10])
+def test_both_sums_are_timed(route: CudaBackend, monkeypatch: pytest.MonkeyPatch, nbytes: int) -> None:
+    monkeypatch.setattr(calibration, "SUM_SIZES", (nbytes, 2 * nbytes))
+
+    def timed(rank: int, ranks: int) -> Any:
+        levels.pretend(levels.nodes_of(2, 2))
+        config = ZipcclConfig(enabled=True, **AUTO)
+        return calibration.sums(resolve_group(None), config, torch.device("cuda", rank), torch.float16)
+
+    outcome = world.run(timed, 4, route=route, modes=world.ALL_MODES[-1])
+    assert len({str(one) for one in outcome.values}) == 1
+    ours, theirs = outcome.values[0]
+    assert [size for size, _ in ours] == [size for size, _ in theirs] == [nbytes, 2 * nbytes]
+
+
+def summed_later(rank: int, ranks: int) -> list[float]:
+    """Sums of each kind in step TIMED_STEP, and one before it; the seconds of the backend's own for each."""
+    levels.pretend(levels.nodes_of(ranks, 1))
+    config = ZipcclConfig(enabled=True, **AUTO)
+    choice.settle(config, torch.device("cuda", rank))
+    api, given = moves.coded(**AUTO), torch.ones(64 * ranks, dtype=torch.bfloat16, device=f"cuda:{rank}")
+    api.all_reduce(given)
+    for _ in range(choice.TIMED_STEP - 1):
+        choice.end_step(Engine())
+    api.all_reduce(given)
+    api.reduce_scatter_tensor(given[:64].clone(), given)
+    api.reduce_to_owners(given, [(64, (owner,)) for owner in range(ranks)], dist.ReduceOp.SUM)
+    choice.end_step(Engine())
+    api.all_reduce(given)
+    found = [theirs for theirs, *_ in choice._of_job().timed]
+    choice.end_step(Engine())
+    return found
+
+
+@pytest.mark.parametrize("lost", [False, True])
+def test_gradient_sums_are_timed_once_in_a_job(
+    route: CudaBackend, monkeypatch: pytest.MonkeyPatch, capfd: Any, lost: bool
+) -> None:
+    """An all-reduce of the backend takes twice as long as its sum; so do gradients that go to their owners."""
+    with_profile(monkeypatch, SLOWER)
+    monkeypatch.setattr(policy_settled, "gaining_sums", lambda *more: (("bfloat16",), 0))
+    size, seconds = 2 * 64 * 2, 1e-9 if lost else 1e3
+    points = ((size, seconds), (2 * size, 2 * seconds))
+    monkeypatch.setattr(calibration, "sums", lambda *more: (((1, 1e-12), (2, 1e-12)), points))
+    outcome = world.run(summed_later, 2, route=route)
+    assert outcome.values == [pytest.approx([2 * seconds, seconds, 2 * seconds])] * 2
+    (line,) = [line for line in capfd.readouterr().out.splitlines() if "gradient sums of step 100: " in line]
+    assert ('"reduction": "plain" keeps' in line) == lost and "the backend's own would take" in line
 
 
 def turns(rank: int, ranks: int, names: str) -> Any:
@@ -319,21 +422,6 @@ def test_without_nodes_moves_are_coded(route: CudaBackend) -> None:
 def unknown(rank: int, ranks: int) -> bool:
     choice.end_step(Engine())
     return a_gather(rank, ranks, moves.coded(**AUTO), 0)
-
-
-def test_match_is_refused(route: CudaBackend) -> None:
-    world.run(matched, 3, route=route)
-    world.run(matched, 2, route=route)
-
-
-def matched(rank: int, ranks: int) -> None:
-    if ranks > 2:
-        with pytest.raises(ConfigError, match="no order of sums is promised by NCCL"):
-            settled(rank, 1, reduction="match")
-    else:
-        assert settled(rank, 1, reduction="match") is not None
-    assert settled(rank, 1, reduction="match", nccl="off") is None
-    assert settled(rank, 1, reduction="match", mode="never") is None
 
 
 def shares(rank: int, ranks: int) -> list[Any]:

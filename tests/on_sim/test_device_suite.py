@@ -111,7 +111,6 @@ UNDRAWN = {
     ("lossy", ""): "for values that a codec changes: test_device_lossy.py",
     ("first_steps", "compare"): "of calls that pass in programs without steps: test_first_steps.py",
     ("gather", "gather_in_place"): "for differences from a gather that nobody has waited for, which no program makes",
-    ("sums", "plain_to_owners"): "sums of the backend have no order of their own to compare with: test_device_sums.py",
 }
 #: Orders that matter in rare programs: what these draw from.
 RARE: dict[tuple[str, str], dict[str, Any]] = {

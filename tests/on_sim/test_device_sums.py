@@ -25,17 +25,17 @@ from ds_zipccl.comm.device import sums as device_sums
 from ds_zipccl.comm.device.bases.agreed import Agreed
 from ds_zipccl.comm.device.streams import Stage, streams_of
 from ds_zipccl.comm.group_state import group_state
-from ds_zipccl.config import ConfigError, ZipcclConfig
+from ds_zipccl.config import ZipcclConfig
 from ds_zipccl.kernels.cuda.backend import CudaBackend, Own
 from ds_zipccl.policy import cost_model, wire
 from ds_zipccl.policy.admission import PassReason
+from ds_zipccl.policy.settled import DTYPES, Sums
 from ds_zipccl.telemetry import counters
 from on_sim import plants, random_programs, world
 from on_sim.cases import bytes_sent, documented, weights
 
 pytestmark = pytest.mark.usefixtures("small_frames")
 ALWAYS: dict[str, Any] = {"enabled": True, "mode": "always", "min_bytes": 0, "nccl": "on", "nccl_min_bytes": 0}
-PLAIN: dict[str, Any] = {**ALWAYS, "reduction": "plain"}
 AUTO: dict[str, Any] = {**ALWAYS, "mode": "auto"}
 SUM, AVG = dist.ReduceOp.SUM, dist.ReduceOp.AVG
 #: Elements of messages: fewer than ranks, and more than a block for each of two ranks.
@@ -134,44 +134,9 @@ def test_bits_are_those_of_the_documented_order(route: CudaBackend, name: str) -
         assert all(row["calls"] and not row["passed"] for row in rows)
 
 
-# --- owner-only sums of NCCL's own
-
-
-def plain_owners(rank: int, ranks: int, nodes: Nodes, sizes: Sequence[int]) -> None:
-    levels.pretend(nodes)
-    config = ZipcclConfig(**PLAIN)
-    for size, owners_of in ((size, owners_of) for size in sizes for owners_of in to_owners.MAPS):
-        draw = random.Random(f"{size} {owners_of.__name__}")
-        owned, kind = owners_of(draw, size, ranks), draw.choice(list(corpus.SUMMED.values()))
-        # one node: no order matters
-        mine = spread(rank, size, kind, 3, [list(range(ranks))]).to(f"cuda:{rank}")
-        want, mask = mine.clone(), to_owners.mask(owned, rank)
-        dist.all_reduce(want)
-        comm.reduce_to_owners(mine, to_owners.recut(owned, random.Random(rank)), config=config)
-        corpus.assert_same_bits(mine.cpu()[mask], want.cpu()[mask])
-
-
-@pytest.mark.parametrize(
-    "ranks", [2, pytest.param(4, marks=pytest.mark.full(reason="two ranks are in the short tier"))]
-)
-def test_plain_sums_for_owners(route: CudaBackend, ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    for in_pieces in (False, True):
-        if in_pieces:
-            pieces(monkeypatch)
-        sizes = (2051,) if in_pieces else (7, 2000, 2051)
-        world.run(plain_owners, ranks, nodes_of(ranks, 1), sizes, modes=world.ALL_MODES[-1], route=route)
-        (row,) = counters.rows()
-        assert row["host_waits"] == len(to_owners.MAPS) * len(sizes) * ranks  # for the owners of the others
-        assert set(row["reasons"]) == {PassReason.PLAIN_SUMS.value}
-        # slices with several owners pass
-        assert (row["calls"], row["passed"]) == (4 * len(sizes) * ranks, len(sizes) * ranks)
-        assert row["wire_bytes"] <= 0.51 * row["logical_bytes"]
-
-
 @pytest.mark.parametrize("name", to_owners.UNLIKE)
-@pytest.mark.parametrize("reduction", ["plain", "fp32"])
-def test_owners_that_differ(route: CudaBackend, name: str, reduction: str) -> None:
-    config = ZipcclConfig(**{**ALWAYS, "reduction": reduction})
+def test_owners_that_differ(route: CudaBackend, name: str) -> None:
+    config = ZipcclConfig(**{**ALWAYS, "reduction": "fp32"})
     world.run(unlike, 2, name, config, modes=world.ALL_MODES[-1], route=route)
     (row,) = counters.rows()
     assert row["reasons"][PassReason.OWNERS.value] == 6
@@ -265,14 +230,11 @@ SHAPES = [(2, 2), *(pytest.param(*shape, marks=pytest.mark.full(reason="eight ra
 
 @pytest.mark.parametrize(("nodes", "each"), SHAPES)
 def test_no_more_bytes_between_nodes_than_a_ring(route: CudaBackend, nodes: int, each: int) -> None:
-    found, ranks = totals(route, nodes, each, {"raw": RAW, "coded": ALWAYS, "plain": PLAIN}, list(CALLS)), nodes * each
+    found, ranks = totals(route, nodes, each, {"raw": RAW, "coded": ALWAYS}, list(CALLS)), nodes * each
     for name in CALLS:
         ring = nodes * (ranks - 1) / ranks * 2 * NUMEL * (1 if name.startswith(("reduce_scatter", "gather")) else 2)
         assert 0 < found[f"raw {name}"] <= 1.01 * ring, (name, found[f"raw {name}"] / ring)
         assert found[f"coded {name}"] <= ring / 1.4, (name, found[f"coded {name}"] / ring)
-        passes = name.startswith(("reduce_scatter", "all", "gather"))
-        plain = found.get(f"plain {name}", 0)
-        assert plain <= (1 if passes else 0.51) * 1.001 * ring, (name, plain / ring)
 
 
 @pytest.mark.parametrize(("nodes", "each"), SHAPES)
@@ -348,7 +310,7 @@ def bounded(rank: int, ranks: int) -> tuple[int, int]:
         comm.reduce_scatter_tensor(out, mine, config=config)
         comm.reduce_scatter_tensor(out, mine, AVG, config=config)
         comm.reduce_to_owners(
-            mine, [(100_000, (owner,)) for owner in (0, 1, 0, 2)], config=ZipcclConfig(**{**PLAIN, "staging_mib": 1})
+            mine, [(100_000, (owner,)) for owner in (0, 1, 0, 2)], config=ZipcclConfig(**{**ALWAYS, "staging_mib": 1})
         )
         peaks.append(streams_of(mine.device).nbytes())
     return peaks[0], peaks[1]
@@ -386,65 +348,41 @@ def test_sizes_of_pieces(nodes: int, local_ranks: int, adjacent: bool) -> None:
 # --- what `reduction` means
 
 
-def reasons(
-    rank: int, ranks: int, nodes: Nodes, settings: dict[str, Any], device_sums: str = "fp32", more: Any = SUM
-) -> None:
-    """``more``: the reduce op, or a measured network."""
+def reasons(rank: int, ranks: int, nodes: Nodes, settings: dict[str, Any], dtypes: tuple[str, ...] = DTYPES) -> None:
     levels.pretend(nodes)
     state = group_state(None)
     assert state is not None
-    state.device_sums = device_sums
-    if isinstance(more, float):
-        state.device_profiles["cuda", "nccl"], more = cost_model.DeviceProfile(more), SUM
+    state.device_sums = Sums(dtypes)
     config, mine = ZipcclConfig(**settings), torch.ones(64 * ranks, device=f"cuda:{rank}")
-    comm.all_reduce(mine, more, config=config)
-    comm.reduce_scatter_tensor(mine[:64].clone(), mine, more, config=config)
-    comm.reduce_to_owners(mine, [(64, (owner,)) for owner in range(ranks)], more, config=config)
-    assert mine[64 * rank].item() == (1 if more == AVG else ranks * ranks)
+    comm.all_reduce(mine, config=config)
+    comm.reduce_scatter_tensor(mine[:64].clone(), mine, config=config)
+    comm.reduce_to_owners(mine, [(64, (owner,)) for owner in range(ranks)], config=config)
+    assert mine[64 * rank].item() == ranks * ranks
 
 
 @pytest.mark.parametrize(
-    ("nodes", "settings", "device_sums", "coded"),
+    ("nodes", "settings", "dtypes", "coded"),
     [
-        ("2x1", {**AUTO, "reduction": "match"}, "plain", True),
-        ("2x1", {**AUTO, "nccl": "auto"}, "plain", False),
-        ("3x1", AUTO, "fp32", True),
-        ("3x1", AUTO, "plain", False),
-        ("3x1", {**AUTO, "reduction": "fp32"}, "plain", True),
-        ("3x1", {**ALWAYS, "reduction": "plain"}, "fp32", False),
-        ("2x2", AUTO, "fp32", True),
-        ("one", AUTO, "fp32", False),
-        ("one", {**AUTO, "reduction": "fp32"}, "fp32", False),
-        ("one", ALWAYS, "fp32", True),
-        ("uneven", AUTO, "fp32", False),
-        ("uneven", {**AUTO, "reduction": "fp32"}, "fp32", True),
-        ("uneven", ALWAYS, "fp32", True),
-        ("not ascending", AUTO, "fp32", False),
+        ("2x1", {**AUTO, "reduction": "match"}, (), True),
+        ("3x1", {**ALWAYS, "reduction": "match"}, DTYPES, False),
+        ("2x1", {**AUTO, "nccl": "auto"}, (), False),
+        ("2x1", AUTO, (), False),
+        ("3x1", AUTO, DTYPES, True),
+        ("3x1", AUTO, ("bfloat16", "float16"), False),
+        ("3x1", {**AUTO, "reduction": "fp32"}, (), True),
+        ("3x1", {**ALWAYS, "reduction": "plain"}, DTYPES, False),
+        ("2x2", AUTO, ("float32",), True),
+        ("one", AUTO, DTYPES, False),
+        ("one", {**AUTO, "reduction": "fp32"}, DTYPES, False),
+        ("one", ALWAYS, DTYPES, True),
+        ("uneven", AUTO, DTYPES, False),
+        ("uneven", {**AUTO, "reduction": "fp32"}, DTYPES, True),
+        ("uneven", ALWAYS, DTYPES, True),
+        ("not ascending", AUTO, DTYPES, False),
     ],
 )
-def test_what_is_summed_by_whom(route: CudaBackend, nodes: str, settings: Any, device_sums: str, coded: bool) -> None:
+def test_what_is_summed_by_whom(route: CudaBackend, nodes: str, settings: Any, dtypes: Any, coded: bool) -> None:
     ranks = sum(map(len, NODES[nodes]))
-    world.run(reasons, ranks, NODES[nodes], settings, device_sums, route=route)
+    world.run(reasons, ranks, NODES[nodes], settings, dtypes, route=route)
     passed = {row["op"]: set(row["reasons"]) for row in counters.rows()}
-    assert passed.pop("reduce_to_owners") == set()
-    assert all(found == (set() if coded else {PassReason.PLAIN_SUMS.value}) for found in passed.values()) and passed
-
-
-@pytest.mark.parametrize(
-    ("more", "reason"),
-    [(SUM, None), (AVG, PassReason.PLAIN_SUMS), (1e9, PassReason.BREAK_EVEN)],
-    ids=["sum", "average", "small"],
-)
-def test_the_sum_of_two_ranks_is_coded_as_moves_are(route: CudaBackend, more: Any, reason: PassReason | None) -> None:
-    """It has NCCL's bits. An average has not; to their owners NCCL's own sums go."""
-    world.run(reasons, 2, NODES["2x1"], AUTO, "plain", more, route=route)
-    passed = {row["op"]: set(row["reasons"]) for row in counters.rows()}
-    assert passed.pop("reduce_to_owners") == set()
-    assert list(passed.values()) == [{reason.value} if reason else set()] * 2
-
-
-def test_match_is_refused(route: CudaBackend) -> None:
-    settings = {**ALWAYS, "reduction": "match"}
-    with pytest.raises(ConfigError, match=r"no order of sums is promised by NCCL.*match is for gloo"):
-        world.run(reasons, 3, nodes_of(3, 1), settings, route=route)
-    world.run(reasons, 3, nodes_of(3, 1), {**settings, "nccl": "off"}, route=route)
+    assert list(passed.values()) == [set() if coded else {PassReason.PLAIN_SUMS.value}] * 3

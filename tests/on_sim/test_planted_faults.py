@@ -7,8 +7,10 @@ import ctypes
 import functools
 import re
 import sys
+import tempfile
 from collections.abc import Callable
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
 
@@ -23,7 +25,6 @@ from sim.device import mine
 from test_self_test import MISTAKES, ON_DEVICES, PROGRAMS, Planted
 
 from ds_zipccl import kernels
-from ds_zipccl.comm import shadow_check
 from ds_zipccl.comm.device import choice, first_steps, gather
 from ds_zipccl.comm.device.streams import Stage
 from ds_zipccl.integration import canary, start_up
@@ -55,7 +56,8 @@ def no_kernels(fails: Callable[[MonkeyPatch], object], everywhere: bool = False)
 
     def plant(patch: MonkeyPatch) -> None:
         emulated()  # from the folder of builds; stamps go to another one
-        patch.setattr(build, "cache_root", shadow_check.build.cache_root)
+        folder = Path(tempfile.mkdtemp())
+        patch.setattr(build, "cache_root", lambda: folder)
         with pytest.raises(Exception) as caught:
             fails(patch)
         route, reason = kernels.route, f"{type(caught.value).__name__}: {caught.value}"

@@ -103,7 +103,7 @@ def predict_on_device(
     job: UserJob, params: int, settled: Settled, found: Ratios, trainable: int | None = None
 ) -> list[Row]:
     """Return rows as :func:`predict` does, of groups in stream order whose speeds were measured. ``coded_ms`` is the time of the schedules
-    that a job chooses, and ``choice`` may be "owners": the backend's own sums, for the owners of gradients alone."""
+    that a job chooses."""
     assert settled.profile is not None  # otherwise unpredicted() has a reason
     args = _options(job, params, settled.topology.ranks, found, trainable)
     vars(args).update(gpus_per_node=settled.topology.each, ratio=found.values, backend="nccl")
@@ -112,11 +112,10 @@ def predict_on_device(
     for line in groups.lines():
         gradients, chosen = line.what == GRADIENTS, groups.chosen(line)
         plain, ours = chosen[PLAIN], chosen[CODED]
-        choice = ours["how"] if ours["how"] != PLAIN or ours["op"] == plain["op"] else "owners"
-        sums = PassReason.PLAIN_SUMS if gradients and settled.sums == "plain" else PassReason.LINK_IS_FASTER
+        sums = PassReason.PLAIN_SUMS if gradients and not groups.sums.dtypes else PassReason.LINK_IS_FASTER
         why = PassReason.SMALL if operations.is_small(args, line) else sums
-        reason = why.value if choice in (PLAIN, "owners") else ""
-        planned.append(_row(line, ours["op"], (plain["ms"], ours["ms"], ours["ms"]), choice, reason))
+        reason = why.value if ours["how"] == PLAIN else ""
+        planned.append(_row(line, ours["op"], (plain["ms"], ours["ms"], ours["ms"]), ours["how"], reason))
     return _with_total(planned)
 
 

@@ -66,7 +66,7 @@ class Buckets:
 #: Options that the files of a job fill in where the command line does not -> their values without files. ``section``: that of the job.
 DEFAULTS: dict[str, Any] = {"zero": 3, "dtype": "bfloat16", "accumulation": 1, "live": LIVE, "round_robin": False}
 DEFAULTS |= {"expert_parallel": 1, "moe": None, "gradients": None, "backend": "nccl"}
-DEFAULTS |= USUAL | {"buckets": Buckets(), "section": ZipcclConfig(enabled=True, nccl="on")}
+DEFAULTS |= USUAL | {"buckets": Buckets(), "section": ZipcclConfig(enabled=True)}
 
 
 def default_config(args: argparse.Namespace) -> argparse.Namespace:

@@ -45,7 +45,7 @@ def step(found: DeviceSchedules) -> Iterator[dict[str, Any]]:
 
 
 def answer(found: DeviceSchedules, work: Computing | None = None) -> str:
-    """Return the answer for a user in one sentence. By default NCCL's sums stay plain. ``work``: of whole steps."""
+    """Return the answer for a user in one sentence. ``work``: of whole steps."""
     args = found.args
     kinds = ("enabled", "mode", "roles", "reduction", "min_bytes", "zero3_base_mib", "nccl", "nccl_min_bytes")
 
@@ -59,18 +59,14 @@ def answer(found: DeviceSchedules, work: Computing | None = None) -> str:
     ends = [total(args, PLAIN), total(usual := default_config(args))]
     plain, best = (float(row["ms"]) for row in ends)
     parts = [f"plain communication takes {plain / 1e3:.3g} s a step", f"with the default config {takes(best)}"]
-    may = args.section.nccl == "auto" and args.section.reduction != "match"  # a job refuses match with "on"
-    proved = replace(args.section, nccl="on") if may else args.section
-    proposed = argparse.Namespace(**vars(args) | {"section": proved})
-    for options in (args, proposed, *proposals(args), *proposals(proposed)):
+    for options in (args, *proposals(args)):
         ms = total(options)["ms"]
         values = {key: (getattr(options.section, key), getattr(usual.section, key)) for key in kinds}
         values |= {key: (getattr(options, key), value) for key, value in USUAL.items()}
         values["round_robin_gradients"] = options.round_robin, args.round_robin
         values["stage3_prefetch_bucket_size"] = options.buckets.prefetch, args.buckets.prefetch
         keys = [f'"{key}": {json.dumps(value)}' for key, (value, other) in values.items() if value != other]
-        asked = options is args and (args.ds_config or keys != ['"nccl": "on"'])  # without a file a proposal
-        if keys and (asked or best > WORTH * ms):
+        if keys and (options is args or best > WORTH * ms):
             parts.append(f"with {' and '.join(keys)} {takes(ms)}")
             best = min(best, ms)
     if work is not None:

@@ -7,7 +7,7 @@ import argparse
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ds_zipccl.cli.planning import operations as step
 from ds_zipccl.cli.planning import speeds
@@ -16,6 +16,9 @@ from ds_zipccl.cli.planning.speeds import DeviceCodec, Network
 from ds_zipccl.policy import base_copies, cost_model
 from ds_zipccl.policy.base_copies import COPY
 from ds_zipccl.policy.cost_model import ALL_TO_ALL, GATHER, SUM, DeviceProfile, Topology
+
+if TYPE_CHECKING:
+    from ds_zipccl.policy.settled import Sums
 
 Row = dict[str, Any]
 
@@ -26,9 +29,6 @@ HASH = 4e12
 BASE_SPEED = 0.79
 #: Kinds of the model that an operation consists of.
 _KINDS = {"all_gather": (GATHER,), "reduce_scatter": (SUM,), "all_reduce": (SUM, GATHER), "all_to_all": (ALL_TO_ALL,)}
-OWNERS = "owners"
-#: Part of the ranks from which on a bucket counts as owned by all: their parts are padded to equal ones.
-_EVEN = 0.9
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class DeviceSchedules:
     args: argparse.Namespace
     profile: DeviceProfile
     network: str = ""
-    settled: str = ""
+    settled: Sums | None = None
 
     @classmethod
     def modelled(cls, args: argparse.Namespace, network: Network, codec: DeviceCodec) -> DeviceSchedules:
@@ -53,8 +53,8 @@ class DeviceSchedules:
         return Topology(self.args.gpus // self.args.gpus_per_node, self.args.gpus_per_node)
 
     @cached_property
-    def sums(self) -> str:
-        """The sums that a job chooses: "fp32" or "plain"."""
+    def sums(self) -> Sums:
+        """The sums that a job chooses."""
         from ds_zipccl.policy.settled import sums_of  # imports torch, which `plan --help` does not need
 
         return self.settled or sums_of(self.args.section, self.topology, self.profile)
@@ -78,20 +78,14 @@ class DeviceSchedules:
         return found
 
     def chosen(self, line: StepTraffic) -> dict[str, Row]:
-        """As a job chooses its schedules. ZeRO-1 and ZeRO-2 have a variant more: gradients to their owners only, by NCCL."""
-        owners = self.args.zero < 3 and self.args.owner_only == "auto"
+        """As plain, and as a job chooses its schedules."""
         rows = {}
-        for variant in (PLAIN, *((OWNERS,) if owners else ()), CODED):
-            op = line.op if variant == PLAIN else line.coded_op or line.op
+        for variant in (PLAIN, CODED):
             seconds = coding = between = 0.0
             for nbytes, count in step.operations(self.args, line):
-                busy, sent = 0.0, self._ring(op, nbytes)
+                op, one, busy, sent = line.op, self._plain(line.op, nbytes), 0.0, self._ring(line.op, nbytes)
                 if variant == CODED:
-                    one, busy, sent = self._job(line, op, nbytes)
-                elif op == line.coded_op:
-                    one = self._to_owners(nbytes)
-                else:
-                    one = self._plain(op, nbytes)
+                    op, one, busy, sent = self._job(line, nbytes)
                 seconds += line.times * count * one
                 coding += line.times * count * busy
                 between += line.times * count * sent
@@ -125,15 +119,6 @@ class DeviceSchedules:
         if kind == ALL_TO_ALL:
             return nbytes * each * (1 - 1 / nodes) / ratio
         return nbytes * (1 - 1 / (nodes if in_levels else ranks)) / ratio
-
-    def _to_owners(self, nbytes: float) -> float:
-        """Seconds of a sum for its owners by NCCL: a reduce-scatter where all ranks own equally much, otherwise a reduce for each owner,
-        whose words pass every node."""
-        ring = self._plain("reduce_scatter", nbytes)
-        nodes = self.topology.nodes
-        # the part of the ranks that own something of the bucket: without round-robin those whose parameters it has
-        owned = 1.0 if self.args.round_robin else min(1.0, nbytes / step.ITEMSIZE[self.args.dtype] / self._trained())
-        return ring if owned >= _EVEN else ring * nodes / (nodes - 1)
 
     def _trained(self) -> float:
         return float(self.args.params * step.trained(self.args))
@@ -176,24 +161,23 @@ class DeviceSchedules:
             )  # through a staging buffer, and the own part back
         return 2 * nbytes / COPY if self.args.zero == 3 else 0.0
 
-    def _job(self, line: StepTraffic, op: str, nbytes: float) -> tuple[float, float, float]:
-        """Seconds of one operation as a job chooses its schedules, those that its kernels take of a GPU, 0 where nothing is coded, and the
-        bytes that a node sends to others."""
-        owners = op == line.coded_op
-        if owners and self.sums == "plain":
-            return self._to_owners(nbytes), 0.0, self._ring(op, nbytes)
-        kinds = _KINDS["all_reduce" if owners and not self._straight(nbytes) else op]
+    def _job(self, line: StepTraffic, nbytes: float) -> tuple[str, float, float, float]:
+        """One operation as a job chooses its schedules: its name, its seconds, those that its kernels take of a GPU, 0 where nothing is
+        coded, and the bytes that a node sends to others."""
+        sums = self.sums.ours(step.role_of(line), self.args.dtype, int(nbytes))
+        op = line.coded_op or line.op if sums else line.op
+        kinds = _KINDS["all_reduce" if op == line.coded_op and not self._straight(nbytes) else op]
         seconds = kernels = between = 0.0
         for kind in kinds:
             plain = cost_model.plain_seconds(kind, nbytes, self.topology, self.profile)
             ours = self._coded(line, kind, nbytes)
             moves = step.mode_of(self.args, line) == "always" or (self.moves and ours < plain)
             # The gather of an all-reduce of ours is a part of its sum, and is no move that may be plain.
-            takes = self.sums == "fp32" if kind == SUM or len(kinds) > 1 else moves
+            takes = sums if kind == SUM or len(kinds) > 1 else moves
             seconds += ours if takes else plain
             kernels += self._kernels(line, kind, nbytes) if takes else 0.0
             between += self._sent(line, kind, nbytes) if takes else self._between(kind, nbytes, in_levels=False)
-        return seconds, kernels, between
+        return op, seconds, kernels, between
 
     def _sent(self, line: StepTraffic, kind: str, nbytes: float) -> float:
         """Bytes that a node sends to other nodes in our schedule."""

@@ -9,35 +9,38 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 
 from ds_zipccl import devices, tensors
 from ds_zipccl.codecs import compress_bound
+from ds_zipccl.comm import topology
 from ds_zipccl.comm.device.context import DeviceContext
 from ds_zipccl.comm.device.sizes import agree, largest
 from ds_zipccl.comm.device.streams import Stage
+from ds_zipccl.comm.device.sums import Part, reduce_scatter
 from ds_zipccl.comm.group_state import group_nodes
-from ds_zipccl.comm.topology import tell
+from ds_zipccl.comm.spans import cut
+from ds_zipccl.comm.topology import Levels, tell
 from ds_zipccl.config import ZipcclConfig
 from ds_zipccl.kernels.cuda.jobs import GatherTable, Parameter
 from ds_zipccl.policy import cost_model, trial, wire
 from ds_zipccl.policy.cost_model import DeviceProfile, Topology
 
 #: Nanoseconds of a span that is not known: larger than any other.
-_UNKNOWN = 1 << 62
+UNKNOWN = 1 << 62
 
 
 def nanoseconds(first: Any, last: Any) -> int:
     """Return the time between two marks of one device; ``1 << 62`` where the first was not made (None), or the device has not come to both.
     Does not block."""
     if first is None:
-        return _UNKNOWN
+        return UNKNOWN
     if isinstance(first, int):
         return int(last - first)
-    return int(first.elapsed_time(last) * 1e6) if first.query() and last.query() else _UNKNOWN
+    return int(first.elapsed_time(last) * 1e6) if first.query() and last.query() else UNKNOWN
 
 
 def mark(device: torch.device) -> Any:
@@ -57,11 +60,13 @@ def agreed_seconds(ctx: DeviceContext, times: Sequence[int]) -> list[float]:
     Raises:
         CommError: as :func:`.sizes.agree`.
     """
-    return [found / 1e9 if found < _UNKNOWN else float("inf") for found in largest(ctx, *times)]
+    return [found / 1e9 if found < UNKNOWN else float("inf") for found in largest(ctx, *times)]
 
 
 # ---- measuring -------------------------------------------------------------------------------------------------------
 
+#: Bytes of the sums that are timed in both ways (default, not tuned: a bucket of a small model, and one of a large one).
+SUM_SIZES = (32 << 20, 128 << 20)
 #: Bytes of the gathers and exchanges, and of the words that are coded (seed: the last two are large against the delay of a message; 16 MiB
 #: fill an H100).
 SIZES = (1 << 20, 8 << 20, 64 << 20)
@@ -93,12 +98,12 @@ def measure(group: dist.ProcessGroup, config: ZipcclConfig, device: torch.device
     codec = config.codec if config.codec != "raw" else "cascade"
     ctx = DeviceContext("calibrate", group, config, "dp", codec, device)
     nodes = group_nodes(group)
-    topology, gathers = Topology.of(nodes), _points(ctx, SIZES, _gathering)
+    shape, gathers = Topology.of(nodes), _points(ctx, SIZES, _gathering)
     own, turns = _turn(group, device)
     copies = [_points(ctx, SIZES, partial(_from_host, copies=own == turn)) for turn in range(turns)]
     found = {
         "network": (1 - 1 / ctx.size) * cost_model.slope(gathers),
-        "hop": cost_model.hop_of(gathers, topology),
+        "hop": cost_model.hop_of(gathers, shape),
         "encode": cost_model.slope(_points(ctx, CODED_BYTES, partial(_coding, stage=Stage.ENCODE))),
         "decode": cost_model.slope(_points(ctx, CODED_BYTES, partial(_coding, stage=Stage.DECODE))),
         "bus": min(map(cost_model.slope, copies)),
@@ -146,6 +151,41 @@ def _gathering(ctx: DeviceContext, nbytes: int) -> Iterator[Work]:
     with ctx.streams.staging(part * ctx.size, ctx.budget) as whole:
         own = whole[ctx.rank * part : (ctx.rank + 1) * part]
         yield Stage.WIRE, lambda: ctx.transport.all_gather(whole, own)
+
+
+def sums(
+    group: dist.ProcessGroup, config: ZipcclConfig, device: torch.device, dtype: torch.dtype
+) -> tuple[Sequence[tuple[float, float]], Sequence[tuple[float, float]]]:
+    """Return points (bytes, seconds), equal on all ranks, of coded sums and of the backend's own. A collective; the host waits.
+    Arguments and errors as of :func:`measure`."""
+    with tensors.undisturbed():
+        ctx = DeviceContext("calibrate", group, config, "zero_grad", config.codec, device)
+        ours, theirs = (_points(ctx, SUM_SIZES, partial(_summing, dtype=dtype, coded=coded)) for coded in (True, False))
+    return ours, theirs
+
+
+@contextmanager
+def _summing(ctx: DeviceContext, nbytes: int, dtype: torch.dtype, *, coded: bool) -> Iterator[Work]:
+    """Give a reduce-scatter of normal values."""
+    streams, nodes = ctx.streams, group_nodes(ctx.group)
+    numel = max(8, nbytes // dtype.itemsize // ctx.size // 8 * 8)
+    levels = Levels.of(nodes if topology.levels(nodes) else (), ctx.rank, ctx.size)
+    with streams.on(Stage.DECODE):
+        whole, out = (tensors.empty(numel * rows, dtype, ctx.device) for rows in (ctx.size, 1))
+        drawn = tensors.empty(_DRAWN, torch.float32).normal_(generator=torch.Generator().manual_seed(ctx.rank))
+        whole.copy_(drawn.to(dtype).to(ctx.device).repeat(-(-len(whole) // _DRAWN))[: len(whole)])
+    parts, op = [Part((whole, span)) for span in cut(len(whole), numel, ctx.size)], dist.ReduceOp.SUM
+
+    def summed() -> None:
+        for stage in (Stage.ENCODE, Stage.WIRE):
+            streams.order(Stage.DECODE, stage)
+        if coded:
+            reduce_scatter(ctx, levels, parts, Part.of(out))
+            return
+        with streams.wire():
+            ctx.transport.reduce_scatter(out, whole, cast(Any, op))
+
+    yield Stage.DECODE, summed
 
 
 def _turn(group: dist.ProcessGroup, device: torch.device) -> tuple[int, int]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -49,7 +51,7 @@ class StreamEngine(Engine):
             return PassReason.CAPTURED
         if request.options.lossy is not None:
             return lossy_passes(role, config, group, moves=request.sum.op is None)
-        if request.sum.op is None or request.sum.either(config):
+        if request.sum.op is None:
             nbytes = None if request.numel is None else request.nbytes()
             reason = reason_to_pass(request.op, role, nbytes, config, group, device.type, copies=request.copied)
             if reason is not None:
@@ -68,12 +70,19 @@ class StreamEngine(Engine):
     def start(self, request: Request, decision: Decision) -> Any:
         shadow = shadow_of(request, decision.lossy)
         with torch.inference_mode(), tensors.undisturbed():
-            ctx = DeviceContext(*request.call(decision.codec), request.tensor.device, with_base=decision.with_base)
+            exact = request.sum.reduction.fp32 and request.sum.op is not None and decision.lossy is None
+            codec = choice.codec_of_sum(request, decision.codec) if exact else decision.codec
+            ctx = DeviceContext(*request.call(codec), request.tensor.device, with_base=decision.with_base)
             ctx.kind = request.options.kind
             ctx.rounding = None if decision.lossy is None else LossyFrames(ctx, decision.lossy)
             inputs, outputs = _flat_on_stream(ctx, request)
             try:
-                COLLECTIVES[request.op](ctx, request, inputs, outputs)
+                with (
+                    choice.beside_sum(ctx, request, partial(_parts, ctx, request, inputs, outputs))
+                    if exact
+                    else nullcontext()
+                ):
+                    COLLECTIVES[request.op](ctx, request, inputs, outputs)
                 with ctx.streams.on(Stage.DECODE):
                     copy_back(outputs, request.outputs)
             except BaseException:
@@ -99,6 +108,7 @@ class StreamEngine(Engine):
     kinds_of_bases = staticmethod(choice.kinds_of_bases)
     saved_by_bases = staticmethod(choice.saved_by_bases)
     settle = staticmethod(choice.settle)
+    before_step = staticmethod(choice.before_step)
     end_step = staticmethod(choice.end_step)
     never_coded = staticmethod(choice.never_coded)
 
@@ -164,13 +174,23 @@ def _exchange(ctx: DeviceContext, request: Request, inputs: Tensors, outputs: Te
         lossy.exchange(ctx, sources, targets, even=even)
 
 
+def _parts(ctx: DeviceContext, request: Request, inputs: Tensors, outputs: Tensors) -> tuple[list[Part], Part]:
+    """Return the words of a sum that each rank gets, and the place of those of this rank."""
+    if request.op == "reduce_to_owners":
+        parts = [Part(*((inputs[0], span) for span in spans)) for spans in request.sum.owned.spans]
+    elif not inputs:
+        parts = sums.parts_of(ctx, outputs)
+    else:
+        parts = [Part.of(shard) for shard in inputs]
+        if request.op == "reduce_scatter_tensor":
+            parts = [Part((inputs[0], span)) for span in cut(len(inputs[0]), len(outputs[0]), ctx.size)]
+        return parts, Part.of(outputs[0])
+    return parts, parts[ctx.rank]
+
+
 def _reduce_scatter(ctx: DeviceContext, request: Request, inputs: Tensors, outputs: Tensors) -> None:
-    (out,), summed = outputs, request.sum
-    parts = [Part.of(shard) for shard in inputs]
-    if request.op == "reduce_scatter_tensor":
-        parts = [Part((inputs[0], span)) for span in cut(len(inputs[0]), len(out), ctx.size)]
-    levels = Levels.of(summed.nodes, ctx.rank, ctx.size)
-    _sums(ctx).reduce_scatter(ctx, levels, parts, Part.of(out), summed.reduction.divisor)
+    levels = Levels.of(request.sum.nodes, ctx.rank, ctx.size)
+    _sums(ctx).reduce_scatter(ctx, levels, *_parts(ctx, request, inputs, outputs), request.sum.reduction.divisor)
 
 
 def _sums(ctx: DeviceContext) -> Any:
@@ -183,14 +203,11 @@ def _all_reduce(ctx: DeviceContext, request: Request, inputs: Tensors, outputs: 
 
 def _to_owners(ctx: DeviceContext, request: Request, inputs: Tensors, outputs: Tensors) -> None:
     (whole,), summed = inputs, request.sum
-    parts = [Part(*((whole, span) for span in spans)) for spans in summed.owned.spans]
-    if summed.reduction.plain:
-        sums.plain_to_owners(ctx, parts, summed.op)
-        return
+    parts, own = _parts(ctx, request, inputs, outputs)
     levels = Levels.of(summed.nodes, ctx.rank, ctx.size)
     owned = [sum(parts[rank].numel for rank in ranks) for ranks in levels.nodes]
     if summed.owned.disjoint and wire.straight_to_owners(owned, whole.numel()):
-        _sums(ctx).reduce_scatter(ctx, levels, parts, parts[ctx.rank], summed.reduction.divisor)
+        _sums(ctx).reduce_scatter(ctx, levels, parts, own, summed.reduction.divisor)
     else:
         _sums(ctx).all_by_shards(ctx, levels, [whole], summed.reduction.divisor)
 

@@ -2,8 +2,11 @@
 
 Each role is compared until it has been in :data:`STEPS` optimizer steps. Then all ranks agree: where every word was right on every rank,
 the moves of the role are coded from the next step on; otherwise they stay plain for as long as the job runs. Nothing unproven reaches the
-model. Sums are not compared: with ``nccl`` auto they are the backend's own, unless ``reduction`` asks for ours. Every :data:`LOOK_STEPS`
-steps a plain step compares again, and stops all ranks where a word has become wrong.
+model. Every :data:`LOOK_STEPS` steps a plain step compares again, and stops all ranks where a word has become wrong.
+
+Sums that are ours have our order from the first step on, which the canary has proven, and go without coding until coded sums have been
+compared with them: the bits are equal. The backend's own sum is beside them in these steps. Where rounding does not explain their
+distance, all ranks stop before the optimizer step.
 
 Frames are those without a base: a difference is proven by the hashes of its base, see :mod:`.bases.proof`.
 """
@@ -13,23 +16,25 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 
 from ds_zipccl import tensors
-from ds_zipccl.comm.device import gather
+from ds_zipccl.comm.device import gather, sums
 from ds_zipccl.comm.device.context import DeviceContext
 from ds_zipccl.comm.device.exchange import exchange_even, exchange_uneven
 from ds_zipccl.comm.device.gather import Shard
 from ds_zipccl.comm.device.reports import Reports
 from ds_zipccl.comm.device.sizes import REMEDY, Refused, largest
 from ds_zipccl.comm.device.streams import Stage
+from ds_zipccl.comm.device.sums import Part
 from ds_zipccl.comm.group_state import resolve_group
 from ds_zipccl.comm.request import Request, logical_order
-from ds_zipccl.comm.shadow_check import WORDS, bits, saved, word_text
-from ds_zipccl.comm.topology import tell
+from ds_zipccl.comm.shadow_check import beyond_rounding, bits, word_text
+from ds_zipccl.comm.topology import Levels, tell
 from ds_zipccl.comm.work import CommError
 from ds_zipccl.config import ROLES, ZipcclConfig
 from ds_zipccl.kernels import self_test
@@ -48,15 +53,26 @@ LOOK_STEPS = 1000
 #: Bytes of the outputs of a call that are compared at most; half of the staging buffers where that is less (admission: a copy, its words
 #: and a mask take some three and a half times as much memory, equal on all ranks, beside the model).
 MOST_BYTES = 64 << 20
-#: Bytes of each of both results, around the first wrong word, that are saved (admission: 16 blocks of a kernel, beside the model).
-SAVED_BYTES = 512 << 10
+#: The part of it that a sum takes, which has two more sums beside it, in fp64.
+_SUM_PART = 8
+#: What is said of a sum that rounding does not explain.
+_APART = (
+    "is further from the backend's own than rounding explains, in the first steps of a job: nothing of it is in the model; look at the "
+    'hardware, or set "reduction": "plain"'
+)
 
 #: A kind of calls: operation, role, dtype, group, size class.
 _Kind = tuple[str, str, torch.dtype, str, int]
 
 
+def sums_of(role: str) -> str:
+    """Return the name of the sums of a role, which are proven apart from its moves."""
+    return f"sums of {role}"
+
+
 class FirstSteps:
-    """The comparisons of this rank, and what all ranks have agreed on: ``proven`` roles, and roles with ``wrong`` words."""
+    """The comparisons of this rank, and what all ranks have agreed on: ``proven`` roles, and roles with ``wrong`` words. The sums of a role
+    are a role of their own, see :func:`sums_of`."""
 
     def __init__(self, config: ZipcclConfig, device: torch.device) -> None:
         self._config, self._device = config, device
@@ -65,23 +81,42 @@ class FirstSteps:
         self._calls: Counter[_Kind] = Counter()
         #: Role -> what :func:`_difference` has found in the first call with a wrong word; on the device.
         self._found: dict[str, torch.Tensor] = {}
-        self._compared: list[tuple[_Kind, int]] = []  # kind and words of each call
-        self._saved = False
+        self._compared: list[_Kind] = []  # of each call
         self._failed: dict[str, str] = {}  # role -> the error of its frames, or of this rank's memory
         self._steps: Counter[str] = Counter()
         self._now: set[str] = set()  # roles of the step that runs
         self._ended, self._due = 0, 1 + STEPS
         self._looking = False  # the step that runs compares proven roles too
         #: Role -> its reports, apart from those of the job, which a refused frame stops.
-        self._reports = {role: Reports(device) for role in ROLES}
+        self._reports = {name: Reports(device) for role in ROLES for name in (role, sums_of(role))}
         for dtype in (torch.bfloat16, torch.float32):  # the kernels are loaded now, not beside collectives
             _difference(words := tensors.filled(8, 0, dtype, device), words, 0)
+            beyond_rounding(words, words, words, 1).any()
 
     def reason(self, role: str) -> PassReason | None:
         """Return why the moves of a role pass in the step that runs; None if they are proven."""
         if role in self.proven and not self._looking:
             return None
         return PassReason.WRONG_WORDS if role in self.wrong else PassReason.UNPROVEN
+
+    def codes_sums(self, role: str) -> bool:
+        """Return whether the sums of a role are coded in the step that runs; otherwise they go without coding, with equal bits."""
+        return sums_of(role) in self.proven and not self._looking
+
+    @property
+    def compares(self) -> bool:
+        """Return whether the step that runs may compare; equal on all ranks."""
+        return bool(self._ended) and (self._looking or self._due <= LAST)
+
+    @tensors.undisturbed()
+    @torch.inference_mode()
+    def check(self) -> None:
+        """Raise if a rank has refused a frame, or has a wrong sum. A collective of all ranks; the host waits.
+
+        Raises:
+            CommError: on all ranks.
+        """
+        largest(DeviceContext("first steps", resolve_group(None), self._config, "dp", self._config.codec, self._device))
 
     @tensors.undisturbed()
     @torch.inference_mode()
@@ -93,20 +128,10 @@ class FirstSteps:
             handle: of the plain call; None: the current stream has waited for it.
         """
         role = request.options.role
-        if not self._ended or (self._due > LAST and role not in self.proven):  # nothing would be decided any more
+        kind = self._counted(request, role)
+        if kind is None:
             return
-        size = 0 if request.numel is None else max(1, request.nbytes()).bit_length()
-        kind = request.op, role, request.tensor.dtype, str(resolve_group(request.group).group_name), size
-        self._now.add(role)
-        kinds = sum(other[3] == kind[3] for other in self._calls)  # of the group: its ranks must count alike
-        if self._calls[kind] >= CALLS or (kind not in self._calls and kinds >= KINDS):
-            return
-        self._calls[kind] += 1
-        ctx = DeviceContext(*request.call(self._config.codec), request.tensor.device)
-        ctx.reports, lacks = self._reports[role], 0
-        if (self._ended + self._calls[kind]) % 2 and ctx.cut.levels_from < math.inf:
-            # parts of calls may be too small for a schedule that whole ones take
-            ctx.cut = ctx.cut._replace(levels_from=0)
+        ctx, lacks = self._context(request, kind), 0
         with ctx.streams.on(Stage.DECODE):
             if handle is not None:
                 handle.wait()
@@ -126,6 +151,89 @@ class FirstSteps:
             self._failed.setdefault(role, str(error).removesuffix(REMEDY))
         ctx.streams.join(ctx.streams.record_all())
 
+    def _counted(self, request: Request, role: str) -> _Kind | None:
+        """Count a call, and return its kind; None where it is not compared. Equal on all ranks of the group."""
+        if not self._ended or (self._due > LAST and role not in self.proven):  # nothing would be decided any more
+            return None
+        size = 0 if request.numel is None else max(1, request.nbytes()).bit_length()
+        kind = request.op, role, request.tensor.dtype, str(resolve_group(request.group).group_name), size
+        self._now.add(role)
+        kinds = sum(other[3] == kind[3] for other in self._calls)  # of the group: its ranks must count alike
+        if self._calls[kind] >= CALLS or (kind not in self._calls and kinds >= KINDS):
+            return None
+        self._calls[kind] += 1
+        return kind
+
+    def _context(self, request: Request, kind: _Kind) -> DeviceContext:
+        """Return the context of a coded call that is compared."""
+        ctx = DeviceContext(*request.call(self._config.codec), request.tensor.device)
+        ctx.reports = self._reports[kind[1]]
+        if (self._ended + self._calls[kind]) % 2 and ctx.cut.levels_from < math.inf:
+            # parts of calls may be too small for a schedule that whole ones take
+            ctx.cut = ctx.cut._replace(levels_from=0)
+        return ctx
+
+    @contextmanager
+    def beside_sum(
+        self, call: DeviceContext, request: Request, parts: Sequence[Part], out: Part, *, gathered: bool
+    ) -> Iterator[None]:
+        """Surround a sum that goes without coding: make the coded one and the backend's own of the first words of each rank's part, and
+        compare. A collective of the group; the host waits for the sizes of frames.
+
+        Args:
+            call: the context of the sum, which overwrites words.
+            parts, out: as for :func:`.sums.reduce_scatter`. ``gathered``: every rank gets all parts.
+        """
+        kind, longest = self._counted(request, sums_of(request.options.role)), max(part.numel for part in parts)
+        if kind is None or not longest:
+            yield
+            return
+        streams, ranks, dtype, summed = call.streams, call.size, request.tensor.dtype, request.sum
+        nbytes = min(MOST_BYTES, call.budget // 2) // _SUM_PART
+        count, lacks = min(longest, max(1, nbytes // (ranks * dtype.itemsize))), 0
+        places = [part.cut(0, count) for part in (parts if gathered else [out])]
+        with streams.on(Stage.DECODE):
+            try:
+                own, theirs, most, *wanted = (
+                    tensors.empty(numel, dtype, call.device)
+                    for numel in (count, count, count, *(one.numel for one in places))
+                )
+                rows, magnitudes, whole = (tensors.filled(ranks * count, 0, dtype, call.device) for _ in range(3))
+                for part, row in zip(parts, rows.view(ranks, -1), strict=True):
+                    part.cut(0, count).pack(row)
+                torch.abs(rows, out=magnitudes)
+            except RuntimeError as error:  # torch.OutOfMemoryError is one; the other ranks must not wait for this one
+                lacks = self._fail(kind[1], error)
+        for stage in (Stage.ENCODE, Stage.WIRE):
+            streams.order(Stage.DECODE, stage)
+        yield
+        ctx = self._context(request, kind)
+        try:
+            if not largest(ctx, lacks)[0]:
+                with streams.wire():
+                    ctx.transport.reduce_scatter(theirs, rows, summed.op)
+                    ctx.transport.reduce_scatter(most, magnitudes, summed.op)
+                with streams.on(Stage.DECODE):
+                    for place, want in zip(places, wanted, strict=True):
+                        place.pack(want)
+                    mine = wanted[ctx.rank if gathered else 0]
+                    try:
+                        apart = beyond_rounding(mine, theirs[: len(mine)], most[: len(mine)], ranks).any().expand(2)
+                        call.reports.note_changes(call.where(), ("the sum",), apart, torch.zeros_like(apart), _APART)
+                    except RuntimeError as error:  # torch.OutOfMemoryError is one
+                        self._fail(kind[1], error)
+                levels, every = Levels.of(summed.nodes, ctx.rank, ranks), list(rows.view(ranks, -1))
+                sums.reduce_scatter(ctx, levels, list(map(Part.of, every)), Part.of(own), summed.reduction.divisor)
+                if gathered:
+                    streams.order(Stage.DECODE, Stage.ENCODE)
+                    gather.gather(ctx, [Shard(own, whole, [count])])
+                with streams.on(Stage.DECODE):
+                    got = list(whole.view(ranks, -1)) if gathered else [own]
+                    self._look(kind, [one[: len(want)] for one, want in zip(got, wanted, strict=True)], wanted)
+        except Refused as error:  # on all ranks of the group
+            self._failed.setdefault(kind[1], str(error).removesuffix(REMEDY))
+        streams.join(streams.record_all())
+
     def _fail(self, role: str, error: Exception) -> int:
         """Note that this rank could not compare a role, which stays plain, or proven where it was proven before."""
         if role not in self.proven:
@@ -134,13 +242,12 @@ class FirstSteps:
 
     def _look(self, kind: _Kind, got: Sequence[torch.Tensor], want: Sequence[torch.Tensor]) -> None:
         """Find the first wrong word of a call, and keep it unless an earlier call of the role had one. Work of the current stream."""
-        numel = sum(map(len, got))
-        if not numel:
+        if not sum(map(len, got)):
             return
         try:
             found, before = _difference(_joined(got), _joined(want), len(self._compared)), self._found.get(kind[1])
             self._found[kind[1]] = found if before is None else torch.where(before[:1] > 0, before, found)
-            self._compared.append((kind, numel))
+            self._compared.append(kind)
         except RuntimeError as error:  # torch.OutOfMemoryError is one
             self._fail(kind[1], error)
 
@@ -178,7 +285,8 @@ class FirstSteps:
                 )
             if wrong:
                 self.wrong[role] = wrong
-                lines.append(f"{role} stays plain, {wrong}")
+                stays = "go without coding" if role.startswith(sums_of("")) else "stays plain"
+                lines.append(f"{role} {stays}, {wrong}")
             elif role not in self.proven and min(steps for steps, _ in seen.values()) >= STEPS:
                 self.proven.add(role)
                 lines.append(f"{role} coded from step {self._ended + 1} on, as all words compared were right")
@@ -191,22 +299,13 @@ class FirstSteps:
             return bool(largest(ctx, int(found))[0])
 
     def _said(self, role: str) -> str:
-        """Return the first mistake in the frames of a role, "" where there is none. Waits for the device. The words around the first
-        mistake of this rank go to a file."""
+        """Return the first mistake in the frames of a role, "" where there is none. Waits for the device."""
         said = [self._failed.get(role) or self._reports[role].describe()]
-        count, place, call = self._found[role][:3].tolist() if role in self._found else (0, 0, 0)
+        count, place, call, *both = self._found[role].tolist() if role in self._found else (0, 0, 0)
         if count:
-            (op, _, dtype, group, _), numel = self._compared[call]
-            both = self._found[role][3:].cpu().view(2, -1).view(WORDS[dtype.itemsize])
-            middle = both.shape[1] // 2
-            words = "got {}, wanted {}".format(*(word_text(int(word), dtype.itemsize) for word in both[:, middle]))
-            name = str(dtype).removeprefix("torch.")
-            said.append(f"{op} of {name}: {count} words wrong, first at {place}: {words}")
-            if not self._saved:
-                self._saved, first = True, max(0, place - middle)
-                about = {"op": op, "role": role, "dtype": name, "group": group, "words": numel, "wrong": count, "first_wrong": place,
-                         "first_saved": first, "steps": self._ended, "config": str(self._config)}  # fmt: skip
-                said.append(saved(about, *both[:, middle - (place - first) : middle - place + numel]))
+            op, _, dtype, *_ = self._compared[call]
+            words = "got {}, wanted {}".format(*(word_text(word, dtype.itemsize) for word in both))
+            said.append(f"{op} of {str(dtype).removeprefix('torch.')}: {count} words wrong, first at {place}: {words}")
         return "; ".join(filter(None, said))
 
 
@@ -248,13 +347,10 @@ def _joined(some: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def _difference(got: torch.Tensor, want: torch.Tensor, call: int) -> torch.Tensor:
-    """Return, int64 and on the device, the number of words that differ, the place of the first one, the number of the call, and the bits of
-    ``got`` and ``want`` around that place, :data:`SAVED_BYTES` of each: the place is in the middle, and words at the ends repeat."""
+    """Return, int64 and on the device, the number of words that differ, the place of the first one, the number of the call, and the words
+    there."""
     got, want = bits(got), bits(want)
     wrong = (got != want).to(torch.uint8)
     first = wrong.argmax().view(1)
-    count = SAVED_BYTES // got.itemsize
-    near = tensors.filled(count, 1, torch.int64, got.device).cumsum(0).add_(first - count // 2 - 1)
-    near.clamp_(0, len(got) - 1)
-    words = [one.index_select(0, near).view(torch.int64) for one in (got, want)]
+    words = [one.index_select(0, first).to(torch.int64) for one in (got, want)]
     return torch.cat([wrong.sum().view(1), first, tensors.filled(1, call, torch.int64, got.device), *words])

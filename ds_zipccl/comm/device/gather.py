@@ -115,17 +115,23 @@ def gather(ctx: DeviceContext, shards: Sequence[Shard]) -> None:
     gather_agreed(ctx, shards, pieces, sizes)
 
 
+class _Differences(set[tuple[int, torch.dtype]]):
+    """Elements and dtype of the shards that went as differences when they were last gathered in place over a group."""
+
+
 def gather_in_place(ctx: DeviceContext, shard: Shard, base: InPlaceBase) -> None:
-    """Gather a shard as a difference if all ranks hold the result of the last gather, otherwise in full. The host waits once, for the sizes
-    of both kinds of frames and the proof. The copy of the own shard is memory of the device, written on the decoding stream; after an
-    agreement that raised there is no copy."""
+    """Gather a shard as a difference if all ranks hold the result of the last gather, otherwise in full. The host waits once, for the proof
+    and the sizes of both kinds of frames; of differences alone where the last gather of such a shard was one, and once more if this one is
+    not. The copy of the own shard is memory of the device, written on the decoding stream; after an agreement that raised there is no
+    copy."""
     places = list(shard.whole.split(shard.own.numel()))
     last = base.begin(ctx, places)
     ctx.streams.order(Stage.DECODE, Stage.ENCODE)  # an earlier gather has written `last` on the decoding stream
     pieces = pieces_of([shard.sizes], shard.own.element_size(), ctx.size, ctx.budget)
     lasts = None if last is None else [part_of(last, piece) for piece in pieces]
     words, count = words_of([shard], pieces), len(pieces)
-    full = encoded_sizes(ctx, words)
+    last_ones, kind = ctx.state.of(_Differences), (shard.own.numel(), shard.own.dtype)  # equal on all ranks
+    full = [] if kind in last_ones else [encoded_sizes(ctx, words)]
     if last is None:
         with ctx.streams.on(Stage.ENCODE):
             rest = [tensors.filled(count + 1 + PROOF_WORDS * ctx.size, 1, torch.int64, ctx.device)]
@@ -134,10 +140,15 @@ def gather_in_place(ctx: DeviceContext, shard: Shard, base: InPlaceBase) -> None
         delta = encoded_sizes(ctx, words, lasts)
         with ctx.streams.on(Stage.ENCODE):
             rest = [delta, tensors.filled(1, 0, torch.int64, ctx.device), proof(ctx, regions)]
-    agreed = agree(ctx, [full, *rest])
-    unproven, hashes = bool(agreed[2 * count]), agreed[2 * count + 1 :]  # some rank has no base
+    agreed = agree(ctx, [*full, *rest])
+    sizes, found = agreed[: count * len(full)], agreed[count * len(full) :]
+    unproven, hashes = bool(found[count]), found[count + 1 :]  # some rank has no base
     reason = NOTHING_THERE if unproven else "" if holds(hashes) else SOMETHING_ELSE
-    sizes = agreed[:count] if reason else agreed[count : 2 * count]
+    if not reason:
+        sizes = found[:count]
+    elif not full:
+        sizes = agree(ctx, [encoded_sizes(ctx, words)])
+    (last_ones.discard if reason else last_ones.add)(kind)
     gather_agreed(ctx, [shard], pieces, sizes, None if reason else lasts)
     with ctx.streams.on(Stage.DECODE):
         base.end(ctx, places, last)

@@ -10,9 +10,8 @@ other: a group of its own would need a name, or a communicator, on which ranks w
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import torch
@@ -110,10 +109,7 @@ def all_reduce(ctx: DeviceContext, levels: Levels, whole: Sequence[torch.Tensor]
     if not sum(map(len, whole)):
         return
     rank, last, streams = ctx.rank, ctx.size - 1, ctx.streams
-    sizes = [flat.numel() // ctx.size // _ALIGNED * _ALIGNED for flat in whole]
-    each = list(zip(whole, sizes, strict=True))
-    spans = [[*cut(last * size, size, last), slice(last * size, flat.numel())] for flat, size in each]
-    parts = [Part(*zip(whole, of_rank, strict=True)) for of_rank in zip(*spans, strict=True)]
+    each, parts = list(zip(whole, _shards(ctx, whole), strict=True)), parts_of(ctx, whole)
     reduce_scatter(ctx, levels, parts, parts[rank], divisor)
     shards = [
         Shard(flat[rank * size : (rank + 1) * size], flat[: ctx.size * size], [size]) for flat, size in each if size
@@ -130,58 +126,20 @@ def all_reduce(ctx: DeviceContext, levels: Levels, whole: Sequence[torch.Tensor]
         left.unpack(of_all[last * left.numel :])
 
 
+def _shards(ctx: DeviceContext, whole: Sequence[torch.Tensor]) -> list[int]:
+    return [flat.numel() // ctx.size // _ALIGNED * _ALIGNED for flat in whole]
+
+
+def parts_of(ctx: DeviceContext, whole: Sequence[torch.Tensor]) -> list[Part]:
+    """Return the part of each rank in an all-reduce of flat tensors. That of the last rank has the elements that are left over, too."""
+    last = ctx.size - 1
+    each = zip(whole, _shards(ctx, whole), strict=True)
+    spans = [[*cut(last * size, size, last), slice(last * size, flat.numel())] for flat, size in each]
+    return [Part(*zip(whole, of_rank, strict=True)) for of_rank in zip(*spans, strict=True)]
+
+
 #: For sums with owners: sums travel exactly.
 all_by_shards = all_reduce
-
-
-def plain_to_owners(ctx: DeviceContext, parts: Sequence[Part], op: Any) -> None:
-    """Replace the own part by the backend's own sum over all ranks. Other parts are undefined afterwards. Puts the work on the streams; the
-    host does not wait.
-
-    This sends half of the bytes of an all-reduce: in a reduce-scatter of parts that are padded to the longest one, where all are nearly
-    as long, otherwise in a reduce for each rank that has a part. ``parts[r]`` is the part of rank r; no two share memory.
-    """
-    numels = [part.numel for part in parts]
-    longest, scatter = max(numels), wire.even(numels)
-    if not longest:
-        return
-    itemsize = _dtype_of(parts).itemsize
-    ctx.count(0, sum(numels) * itemsize * (ctx.size - 1) // ctx.size)
-    step = wire.device_sum_fragment(longest, itemsize, ctx.size if scatter else 1, ctx.budget)
-    if scatter and _joined(parts) is not None:
-        step = longest  # no copy has to fit the budget
-    for begin in range(0, longest, step):
-        whole = step >= longest  # cutting takes the host's time
-        pieces = {rank: part if whole else part.cut(begin, begin + step) for rank, part in enumerate(parts)}
-        if scatter:
-            _sum(ctx, pieces, lambda rows: ctx.transport.reduce_scatter(rows.view(ctx.size, -1)[ctx.rank], rows, op))
-            continue
-        for owner, part in pieces.items():
-            if part.numel:
-                _sum(ctx, {owner: part}, partial(ctx.transport.reduce, owner=owner, op=op))
-    ctx.streams.order(Stage.WIRE, Stage.DECODE)
-
-
-def _sum(ctx: DeviceContext, parts: Mapping[int, Part], collective: Callable[[torch.Tensor], None]) -> None:
-    """Sum the parts of some ranks by a collective: in place if they are adjacent in one tensor. Otherwise they are packed into rows of one
-    length, and this rank's row is unpacked if it is one of them."""
-    longest, dtype, streams = max(part.numel for part in parts.values()), _dtype_of(parts.values()), ctx.streams
-    joined = _joined(list(parts.values()))
-    if joined is not None:
-        with streams.on(Stage.WIRE):
-            collective(joined)
-        return
-    with streams.staging(longest * len(parts) * dtype.itemsize, ctx.budget) as staging:
-        flat = staging.view(dtype)
-        rows = dict(zip(parts, flat.view(len(parts), longest), strict=True))
-        with streams.on(Stage.ENCODE):
-            for rank, part in parts.items():
-                part.pack(rows[rank])
-        with streams.wire():
-            collective(flat)
-        if ctx.rank in parts:
-            with streams.on(Stage.DECODE):
-                parts[ctx.rank].unpack(rows[ctx.rank])
 
 
 def _dtype_of(parts: Iterable[Part]) -> torch.dtype:

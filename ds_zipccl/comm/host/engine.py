@@ -112,7 +112,7 @@ class MessageEngine(Engine):
     has_bases = staticmethod(parameters.has_bases)
     gather_parameters = staticmethod(parameters.gather_parameters)
 
-    def settle(self, config: ZipcclConfig, device: torch.device) -> Settled | None:
+    def settle(self, config: ZipcclConfig, device: torch.device, asked: str) -> Settled | None:
         state = group_state(None)
         if state is None or state.size == 1 or not self.takes(state, device.type):
             return None

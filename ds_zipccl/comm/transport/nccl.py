@@ -45,8 +45,5 @@ class NcclTransport:
     def reduce_scatter(self, part: torch.Tensor, whole: torch.Tensor, op: dist.ReduceOp) -> None:
         dist.reduce_scatter_tensor(part, whole, op, self._group)
 
-    def reduce(self, tensor: torch.Tensor, owner: int, op: dist.ReduceOp) -> None:
-        dist.reduce(tensor, dist.get_global_rank(self._group, owner), op, self._group)
-
     def timeout(self, device: torch.device) -> timedelta:
         return timeout_of(self._group, device)

@@ -106,8 +106,5 @@ class CollectiveTransport(Protocol):
     def reduce_scatter(self, part: torch.Tensor, whole: torch.Tensor, op: dist.ReduceOp) -> None:
         """Write the backend's own sum of this rank's part of every rank's ``whole`` to ``part``, which may be the own part."""
 
-    def reduce(self, tensor: torch.Tensor, owner: int, op: dist.ReduceOp) -> None:
-        """Replace ``tensor`` of rank ``owner`` by the backend's own sum; other ranks' tensors are undefined afterwards."""
-
     def timeout(self, device: torch.device) -> timedelta:
         """Return the time after which the backend gives an operation up."""

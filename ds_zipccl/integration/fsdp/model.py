@@ -32,6 +32,7 @@ FIRST_TORCH = "2.9"
 #: Classes of torch's own collectives; a program may have put others in their place.
 _TORCHS_OWN = ("DefaultAllGather", "DefaultReduceScatter")
 _EXACT = "collectives of FSDP2 have no lossy codecs"
+_UNRECORDED = 'checkpoints of FSDP2 have no place for an order of sums, and "reduction": "fp32" has ours'
 
 
 class _Process:
@@ -195,7 +196,7 @@ def _unit(name: str, module: Any, said: list[str]) -> Unit | None:
 def _start(job: Job, section: Any, device: torch.device) -> ZipcclConfig | None:
     """Agree on the section, and switch coding on at the first call; None: coding is off. A collective; blocks."""
     if start_up.accept(job, _read(section, job.section is not None), device) and job.config is not None:
-        start_up.begin(job, job.config, device, dict.fromkeys(job.config.lossy_roles, _EXACT))
+        start_up.begin(job, job.config, device, dict.fromkeys(job.config.lossy_roles, _EXACT), _UNRECORDED)
     return job.config
 
 
