@@ -69,7 +69,9 @@ def begin(
             profile = comm.calibrate()
         else:
             find_nodes()  # sums depend on the nodes, and must not depend on the mode
-    said = topology.tell(resolve_group(None), unrecorded or _wants_own_sums())
+    state, said = group_state(None), dict[int, str]()
+    if state is not None and state.size > 1 and state.streams(device.type) and config.nccl != "off":
+        said = topology.tell(resolve_group(None), unrecorded or _wants_own_sums())
     settled = _settle(job, config, device, next(filter(None, said.values()), ""))
     if torch.distributed.get_rank() == 0:
         groups, nodes = start_line.groups_here(), group_nodes(resolve_group(None))
