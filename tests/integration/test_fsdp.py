@@ -35,8 +35,12 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, Shard
 from torch.distributed.tensor import Shard
 
 from ds_zipccl import ConfigError, comm, fsdp
-from ds_zipccl.comm import engine
+from ds_zipccl.benchmarks.links import slots
+from ds_zipccl.comm import engine, topology
+from ds_zipccl.comm.group_state import state_of
 from ds_zipccl.comm.host import cached
+from ds_zipccl.policy.admission import PassReason
+from ds_zipccl.policy.settled import DTYPES
 from ds_zipccl.telemetry import counters
 
 HOST = {"zero3_base": "host"}
@@ -457,3 +461,22 @@ def test_a_recipe_is_coded_and_keeps_its_bits(recipe: str, tmp_path: Path, monke
     assert float(re.search(r"^total .* ([\d.]+)$", text, re.MULTILINE)[1]) > 2, text  # type: ignore[index]
     plain, coded = (weights(tmp_path / run) for run in ("plain", "coded"))
     assert plain.keys() == coded.keys() and all(torch.equal(plain[name], coded[name]) for name in plain)
+
+
+def settled_sums(rank: int, ranks: int, section: dict[str, Any]) -> tuple[str, ...]:
+    """The sums of a model on groups in stream order, after some steps on two nodes."""
+    topology.here = lambda: str(rank)
+    lab = Lab(rank, ranks, True, "")
+    lab.train(lab.start(section=section), 2)
+    found = state_of(None).device_sums
+    assert found is not None and ("no place for an order" in found.why) == ("reduction" not in section)
+    reasons = {reason for row in counters.rows() if row["role"] == "zero_grad" for reason in row["reasons"]}
+    assert (PassReason.PLAIN_SUMS.value in reasons) == (not found.dtypes), reasons
+    return found.dtypes
+
+
+def test_sums_in_stream_order_stay_the_backends_unless_asked_for() -> None:
+    """Checkpoints of FSDP2 have no place for their order."""
+    sections = ({"nccl_min_bytes": 0}, {"nccl_min_bytes": 0, "reduction": "fp32"})
+    found = [runner.run(settled_sums, 2, section, backend=slots.NAME) for section in sections]
+    assert found == [[()] * 2, [DTYPES] * 2]

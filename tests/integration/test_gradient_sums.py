@@ -1,5 +1,5 @@
-"""Gradient sums of real DeepSpeed engines on groups in stream order, two nodes of two ranks: one order from the first step on, whether sums
-are coded yet or not, in another run, after a checkpoint and where it was loaded.
+"""Gradient sums of real DeepSpeed engines on groups in stream order, two nodes of two and four ranks: one order from the first step on,
+whether sums are coded yet or not, in another run, after a checkpoint and where it was loaded.
 
 ``Settled`` is that of mode always: sums of two ranks and more are ours. The order itself is that of tests/on_sim/test_device_sums.py.
 """
@@ -153,6 +153,17 @@ def test_a_resumed_job_has_the_bits_of_one_that_never_stopped(both: dict[str, tu
     assert len(both["auto"][0][case]) == 4
 
 
+@pytest.mark.full(reason="eight ranks")
+def test_two_nodes_of_four_ranks(tmp_path: Path) -> None:
+    cases, found = ("zero2", "zero3", "moe"), []
+    for name, section in SECTIONS.items():
+        (tmp_path / name).mkdir()
+        found.append(launch(__file__, 8, tmp_path / name, *cases, timeout=480, **on_streams(section)))
+    for case in cases:
+        auto, coded = (bits(run[case]) for run in found)
+        assert auto == coded, case
+
+
 def test_lines(both: dict[str, tuple[Run, str]]) -> None:
     said = both["auto"][1]
     assert "in two levels gradient sums of bfloat16, float16, float32 in fp32 (as the mode of zero_grad is" in said
@@ -169,7 +180,7 @@ if __name__ == "__main__":
     import sys
 
     if os.environ.get("BACKEND"):
-        topology.here = lambda: str(int(os.environ["RANK"]) // 2)
+        topology.here = lambda: str(2 * int(os.environ["RANK"]) // int(os.environ["WORLD_SIZE"]))
     if os.environ["RANK"] == "0":
         os.dup2(os.open(Path(sys.argv[1], "said"), os.O_CREAT | os.O_WRONLY), 1)
     rank_program(CASES, slots.NAME)
