@@ -344,6 +344,7 @@ SECTIONS: dict[str, Section] = {
     "gpu": measured.gpu,
     "instructions": measured.instructions,
     "nccl_counts": modelled.counts,
+    "host_time": modelled.host_time,
     "nccl_exchanges": modelled.exchanges,
     "nccl_forecasts": modelled.forecasts,
     "nccl_gains": modelled.gains,

@@ -14,7 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from measured import picture, provenance, results, table
+from measured import listed, picture, provenance, results, table
 
 from ds_zipccl.__main__ import PROGRAM, parse
 from ds_zipccl.cli.planning.speeds import ASSUMED, NETWORKS, network
@@ -135,6 +135,14 @@ def gathers(page: Path) -> str:
     sizes = [key.removeprefix("fragments_") for key in rows[0] if key.startswith("fragments_") and key[-1].isdigit()]
     lines = ((f"{mb} MB", *(f"{row[f'{key}_{mb}']:{form}}" for row in rows for key, form in keys)) for mb in sizes)
     return table(("a gather of", *heads), lines)
+
+
+def host_time(page: Path) -> str:
+    """What a call of an NCCL group takes of the host, and asks of the device."""
+    content = results("host_time")
+    heads = "call | us | plain gathers | events | waits for them | streams made current | kernels | collectives | host waits"
+    line = "{call} | {us:.0f} | {plain:.1f} | {records} | {waits} | {contexts} | {launches} | {collectives} | {host_waits}"
+    return f"{provenance(content)}\n\n{listed(content['rows'], heads, line)}"
 
 
 #: What is counted of the exchanges of a layer of experts, as in :data:`_COUNTED`; the keys of the first step end with "_first".

@@ -122,7 +122,7 @@ class Counting:
 
 
 @contextmanager
-def _world(nodes: int, each: int, counting: Counting) -> Iterator[None]:
+def world(nodes: int, each: int, counting: Counting) -> Iterator[None]:
     """Make this process rank 0 of ``nodes`` nodes of ``each`` ranks, without peers."""
     dist.init_process_group(BACKEND, store=FakeStore(), rank=0, world_size=nodes * each)
     try:
@@ -164,7 +164,7 @@ def count(nodes: int, each: int, counting: Counting) -> dict[str, Any]:
     """Return the counts of one step: the gathers of each layer and pass, and a sum per gradient bucket."""
     ranks, numel = nodes * each, sum(map(sum, LAYER))
     buckets = -(-(LAYERS * numel + sum(EMBEDDINGS)) // BUCKET)
-    with _world(nodes, each, counting):
+    with world(nodes, each, counting):
         gathers = {sizes: _gather(counting, ranks, sizes) for sizes in dict.fromkeys((*LAYER, *GATHERS.values()))}
         source, shard = _words(BUCKET // ranks * ranks), _words(BUCKET // ranks)
         bucket = _counts(
@@ -231,7 +231,7 @@ def rows() -> list[dict[str, Any]]:
     kernels.ROUTES["cpu"] = {"counted": lambda: counting}
     found = [count(nodes, each, counting) for nodes, each in TOPOLOGIES]
     for row in found:
-        with _world(row["nodes"], row["each"], counting):
+        with world(row["nodes"], row["each"], counting):
             row |= _exchanges(counting)
     return found
 

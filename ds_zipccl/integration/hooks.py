@@ -13,6 +13,7 @@ import torch
 from deepspeed.comm.torch import TorchBackend
 
 from ds_zipccl.comm import engine as comm_engine
+from ds_zipccl.comm.group_state import group_size
 from ds_zipccl.config import SECTION, ConfigError, ZipcclConfig, near_misses, parse_section
 from ds_zipccl.integration import bypassed, hints, hook_points, start_up
 from ds_zipccl.integration.backend import ZipcclBackend
@@ -125,7 +126,8 @@ def _learn_groups(original: Callable[..., Any], engine: Any, *args: Any, **kwarg
             powersgd.refuse(engine, job.config)
             fused_embedding.begin_engine(engine, job.config)
             groups = [engine.seq_data_parallel_group, *engine.expert_data_parallel_group.values()]
-            if engine.dp_world_size < torch.distributed.get_world_size() or engine.has_moe_layers:  # equal on all ranks
+            # equal on all ranks; an mpu need not know its sizes
+            if group_size(groups[0]) < torch.distributed.get_world_size() or engine.has_moe_layers:
                 start_up.try_groups(job, engine.device, groups)
     return result
 

@@ -109,7 +109,7 @@ UNDRAWN = {
     ("calibration", ""): "of speeds, whose words nothing reads",
     ("exchange", "apart"): "for exchanges in place: test_device_exchange.py",
     ("lossy", ""): "for values that a codec changes: test_device_lossy.py",
-    ("first_steps", "compare"): "of calls that pass in programs without steps: test_first_steps.py",
+    ("first_steps", ""): "of programs without steps: test_first_steps.py",
     ("gather", "gather_in_place"): "for differences from a gather that nobody has waited for, which no program makes",
 }
 #: Orders that matter in rare programs: what these draw from.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
@@ -20,6 +21,7 @@ from ds_zipccl import comm
 from ds_zipccl.comm import shadow_check
 from ds_zipccl.comm.device import choice, first_steps
 from ds_zipccl.comm.device import sums as device_sums
+from ds_zipccl.comm.device.streams import Stage, Streams
 from ds_zipccl.comm.group_state import of_all_groups
 from ds_zipccl.comm.work import CommError
 from ds_zipccl.config import ZipcclConfig
@@ -386,6 +388,17 @@ def test_wrong_coded_sums_are_never_used(route: CudaBackend, name: str, monkeypa
     assert "sums of zero_grad go without coding, rank" in out and said in out and PROVEN not in out
 
 
+def test_a_lost_wait_beside_a_sum_is_noticed(route: CudaBackend, monkeypatch: MonkeyPatch) -> None:
+    order = Streams.order
+
+    def forgetful(self: Streams, *pair: Stage) -> None:
+        if sys._getframe(1).f_code.co_name != "beside_sum":
+            order(self, *pair)
+
+    monkeypatch.setattr(Streams, "order", forgetful)
+    plants.fails(summed, 4, FOUR, tuple(SUMMED), 3, route=route)
+
+
 def in_words(change: Callable[[Any, torch.Tensor], None]) -> Callable[[MonkeyPatch], None]:
     """What sums is followed by a change, coded or not."""
     add = CudaBackend.decode_sum_frames
@@ -450,3 +463,26 @@ def test_a_sum_that_rounding_does_not_explain_stops_all_ranks(
         one.first = None
     plant(monkeypatch)
     assert world.run(stops, ranks, nodes, route=route).values == [[2]] * ranks
+
+
+def near_the_end_of_fp16(rank: int, ranks: int, op: Any) -> None:
+    """Averages of values up to 65,504 stay finite; sums that leave fp16 are infinite, as the backend's own, and stop no rank."""
+    levels.pretend(FOUR)
+    choice.settle(CONFIG, torch.device("cuda", rank))
+    for _ in range(6):
+        given = [torch.full((COUNT * ranks,), 65_504.0, dtype=torch.float16) for _ in range(ranks)]
+        for peer, words in enumerate(given):
+            words[::3].mul_(-1 if peer % 2 else 1)
+            words[1::3].div_(ranks)
+        words = given[rank].to(f"cuda:{rank}")
+        Named(comm, CONFIG, "zero_grad").all_reduce(words, op)
+        corpus.assert_same_bits(words.cpu(), cases.documented(given, FOUR, op is AVG))
+        assert bool(words.isfinite().all()) == (op is AVG)
+        choice.before_step()
+        choice.end_step(object())
+
+
+@pytest.mark.parametrize("op", [SUM, AVG], ids=["sum", "average"])
+def test_values_near_the_end_of_fp16(route: CudaBackend, op: Any, capfd: Any) -> None:
+    world.run(near_the_end_of_fp16, 4, op, route=route)
+    assert PROVEN in capfd.readouterr().out

@@ -204,9 +204,7 @@ class FirstSteps:
                 torch.abs(rows, out=magnitudes)
             except RuntimeError as error:  # torch.OutOfMemoryError is one; the other ranks must not wait for this one
                 lacks = self._fail(kind[1], error)
-        for stage in (Stage.ENCODE, Stage.WIRE):
-            streams.order(Stage.DECODE, stage)
-        yield
+        yield  # the decoding stream alone writes to the places of the words, or a gather that waits for it
         ctx = self._context(request, kind)
         try:
             if not largest(ctx, lacks)[0]:
