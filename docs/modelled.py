@@ -141,7 +141,9 @@ def host_time(page: Path) -> str:
     """What a call of an NCCL group takes of the host, and asks of the device."""
     content = results("host_time")
     heads = "call | us | plain gathers | events | waits for them | streams made current | kernels | collectives | host waits"
-    line = "{call} | {us:.0f} | {plain:.1f} | {records} | {waits} | {contexts} | {launches} | {collectives} | {host_waits}"
+    line = (
+        "{call} | {us:.0f} | {plain:.1f} | {records} | {waits} | {contexts} | {launches} | {collectives} | {host_waits}"
+    )
     return f"{provenance(content)}\n\n{listed(content['rows'], heads, line)}"
 
 

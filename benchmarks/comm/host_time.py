@@ -134,7 +134,7 @@ class Runtime:
 
 
 class _Transport(NcclTransport):
-    """torch's collectives with the same arguments but for the bytes: the fake group copies."""
+    """torch's collectives with the same arguments, on a few bytes, because the fake group copies."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         super().__init__(group)
