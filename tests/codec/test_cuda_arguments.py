@@ -238,6 +238,7 @@ def test_no_source_of_a_call_asks_a_tensor() -> None:
     assert asked == []
 
 
+@pytest.mark.flaky(reruns=2)
 def test_python_time_of_a_gather() -> None:
     """20 parameters over 64 ranks: at most 150 microseconds of Python (the best of some; a launch that does nothing)."""
     route, ranks = CudaBackend(NoLauncher(), "cpu"), 64
