@@ -222,13 +222,18 @@ def _words(numel: int) -> torch.Tensor:
     return torch.empty(numel, dtype=torch.bfloat16)
 
 
+def install(transport: Any, backend: Callable[[], Any]) -> None:
+    """Let groups of :data:`BACKEND` have the schedules of NCCL groups on CPU tensors, by these collectives and kernels."""
+    COLLECTIVE_TRANSPORTS[BACKEND] = transport
+    admission.CODED_BACKENDS["cpu"] = (BACKEND,)
+    admission.STREAM_BACKENDS += (BACKEND,)
+    kernels.ROUTES["cpu"] = {"counted": backend}
+
+
 def rows() -> list[dict[str, Any]]:
     """Return the counts of all :data:`TOPOLOGIES`. The backend stays installed in this process."""
     counting = Counting()
-    COLLECTIVE_TRANSPORTS[BACKEND] = counting  # type: ignore[assignment]
-    admission.CODED_BACKENDS["cpu"] = (BACKEND,)
-    admission.STREAM_BACKENDS += (BACKEND,)
-    kernels.ROUTES["cpu"] = {"counted": lambda: counting}
+    install(counting, lambda: counting)
     found = [count(nodes, each, counting) for nodes, each in TOPOLOGIES]
     for row in found:
         with world(row["nodes"], row["each"], counting):
@@ -236,17 +241,23 @@ def rows() -> list[dict[str, Any]]:
     return found
 
 
-def main() -> None:
-    """Print the counts, and write them to the file of ``--json``."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--json", help="file for the counts")
+def run(
+    about: str | None, module: str, columns: Sequence[Column], rows: Callable[[], list[dict[str, Any]]], made: str
+) -> None:
+    """Print the rows of a module that is called as a program, and write them to the file of ``--json``.
+
+    Args:
+        about, made: the description of the program, and the word of the documentation for its figures.
+    """
+    parser = argparse.ArgumentParser(description=about)
+    parser.add_argument("--json", help="file for the rows")
     args = parser.parse_args()
     found = rows()
-    tables.show(COLUMNS, found)
+    tables.show(columns, found)
     if args.json:
-        command = f"python -m ds_zipccl.benchmarks.comm.counted --json {args.json}"
-        tables.write_json(args.json, found, command, made="Counted")
+        command = f"python -m ds_zipccl.benchmarks.comm.{module} --json {args.json}"
+        tables.write_json(args.json, found, command, made=made)
 
 
 if __name__ == "__main__":
-    main()
+    run(__doc__, "counted", COLUMNS, rows, "Counted")

@@ -11,7 +11,6 @@ launches: kernels; collectives: of the group, with the agreements, for which the
 
 from __future__ import annotations
 
-import argparse
 import ctypes
 import itertools
 import statistics
@@ -26,9 +25,8 @@ import torch.distributed as dist
 
 from ds_zipccl import comm, devices, kernels
 from ds_zipccl.benchmarks.comm import counted
-from ds_zipccl.benchmarks.comm.counted import BACKEND, DEVICE
+from ds_zipccl.benchmarks.comm.counted import DEVICE
 from ds_zipccl.comm.group_state import resolve_group
-from ds_zipccl.comm.transport import COLLECTIVE_TRANSPORTS
 from ds_zipccl.comm.transport.nccl import NcclTransport
 from ds_zipccl.config import ZipcclConfig
 from ds_zipccl.kernels.cuda.backend import CudaBackend
@@ -169,10 +167,7 @@ def installed() -> Iterator[None]:
     """Make this process rank 0 of the fake group, with these kernels, streams and collectives, for a while."""
     before = dict(admission.CODED_BACKENDS), admission.STREAM_BACKENDS, dict(kernels.ROUTES["cpu"])
     runtime = devices.RUNTIMES.get("cpu")
-    COLLECTIVE_TRANSPORTS[BACKEND] = _Transport
-    admission.CODED_BACKENDS["cpu"] = (BACKEND,)
-    admission.STREAM_BACKENDS += (BACKEND,)
-    kernels.ROUTES["cpu"] = {"counted": lambda: _Backend(_Launcher(), "cpu", PROCESSORS)}
+    counted.install(_Transport, lambda: _Backend(_Launcher(), "cpu", PROCESSORS))
     devices.RUNTIMES["cpu"] = cast(Any, Runtime())
     try:
         with counted.world(NODES, EACH, counted.Counting()):
@@ -245,18 +240,6 @@ def rows(times: int = CALLS) -> list[dict[str, Any]]:
     return [row | {"plain": row["us"] / found[0]["us"]} for row in found]
 
 
-def main() -> None:
-    """Print the rows, and write them to the file of ``--json``."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--json", help="file for the rows")
-    args = parser.parse_args()
-    torch.set_num_threads(1)
-    found = rows()
-    tables.show(COLUMNS, found)
-    if args.json:
-        command = f"python -m ds_zipccl.benchmarks.comm.host_time --json {args.json}"
-        tables.write_json(args.json, found, command, made="Measured")
-
-
 if __name__ == "__main__":
-    main()
+    torch.set_num_threads(1)
+    counted.run(__doc__, "host_time", COLUMNS, rows, "Measured")
