@@ -223,8 +223,8 @@ def _load_checkpoint(original: Callable[..., Any], engine: Any, *args: Any, **kw
     if config := _lossy_config():
         checkpoints.load(engine, config, hook_points.arguments(original, engine, *args, **kwargs), found[0] is not None)
     job, (path, values) = _job(), found
-    if job is not None and path is not None:
-        start_up.resume(job, (values or {}).pop(_RECORD, None))
+    if job is not None:
+        start_up.resume(job, (values or {}).pop(_RECORD, None), loaded=path is not None)
     return found
 
 

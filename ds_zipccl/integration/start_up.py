@@ -31,6 +31,7 @@ _LOSSY_FUNCTION = "encode_rounded"
 #: Variables by which a user chooses NCCL's own order of sums.
 _NCCL_ORDER = ("NCCL_ALGO", "NCCL_PROTO")
 _NOT_RIGHT = "did not get the words of the canary right; {}"
+_NOT_LOADED = "not loaded"
 _DIFFERENT_RECORDS = "the ranks have found different records in the checkpoint"
 _NO_RECORD = 'the checkpoint has no record of an order of sums ("reduction": "fp32" or "plain" pins them)'
 
@@ -69,8 +70,8 @@ def begin(
             profile = comm.calibrate()
         else:
             find_nodes()  # sums depend on the nodes, and must not depend on the mode
-    state, said = group_state(None), dict[int, str]()
-    if state is not None and state.size > 1 and state.streams(device.type) and config.nccl != "off":
+    said: Mapping[int, str] = {}
+    if _in_stream_order(device) and config.nccl != "off":
         said = topology.tell(resolve_group(None), unrecorded or _wants_own_sums())
     settled = _settle(job, config, device, next(filter(None, said.values()), ""))
     if torch.distributed.get_rank() == 0:
@@ -105,16 +106,21 @@ def record(job: Job) -> str:
     return json.dumps([sums.dtypes, sums.least, found.nodes, found.ranks])
 
 
-def resume(job: Job, found: object) -> None:
+def resume(job: Job, found: object, *, loaded: bool = True) -> None:
     """Take the order of gradient sums of a checkpoint, and print the clause about it anew on rank 0. Where ranks have found different
-    records, or no sound one, sums are the backend's own. A collective of all ranks; blocks.
+    records, or no sound one, sums are the backend's own; where no rank has loaded a checkpoint, nothing changes. A collective of all ranks;
+    blocks.
 
     Args:
         found: a text of :func:`record`; anything else is no record.
+        loaded: whether DeepSpeed has loaded a checkpoint on this rank. With folders of their own, nodes may differ.
     """
     if job.settled is None or job.config is None:
         return
-    texts = set(topology.tell(resolve_group(None), found if isinstance(found, str) else "").values())
+    own = (found if isinstance(found, str) else "") if loaded else _NOT_LOADED
+    texts = set(topology.tell(resolve_group(None), own).values())
+    if texts == {_NOT_LOADED}:
+        return
     sums, saved = _read(texts.pop() if len(texts) == 1 else "")
     now, here = _read(record(job))
     said = f"; saved on {saved}, so that bits change" if sums is not None and sums.dtypes and saved != here else ""
@@ -167,8 +173,7 @@ def with_all_kernels(config: ZipcclConfig, device: torch.device) -> ZipcclConfig
     Raises:
         RouteUnavailable: a rank has no kernels of the lossy codecs, on all ranks.
     """
-    state = group_state(None)
-    streams = state is not None and state.size > 1 and state.streams(device.type)
+    streams = _in_stream_order(device)
     if config.nccl == "auto" and streams and not config.always_codes:
         streams = len(nodes_of_job()) > 1  # inside one node nothing is coded, nor tried
     host = kernels.preferred(config.route, "cpu")
@@ -250,6 +255,12 @@ def _without(config: ZipcclConfig, key: str, why: str) -> ZipcclConfig:
     if torch.distributed.get_rank() == 0:
         print(f"[ds_zipccl] {said.get(key, f'{key} is off')}: {why}", flush=True)
     return replace(config, **{key: off.get(key, "off")})
+
+
+def _in_stream_order(device: torch.device) -> bool:
+    """Whether there are several ranks, and their tensors on a device go in the order of streams."""
+    state = group_state(None)
+    return state is not None and state.size > 1 and state.streams(device.type)
 
 
 def _measurable() -> bool:

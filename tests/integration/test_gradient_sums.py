@@ -82,6 +82,10 @@ def records(lab: Lab) -> None:
     engine, job = lab.engine(), start_up_job()
     known = start_up.record(job)
     assert json.loads(known) == [list(DTYPES), 0, 2, 4]
+    start_up.resume(job, None, loaded=False)
+    assert state_of(None).device_sums.dtypes == DTYPES, "no rank has loaded a checkpoint"
+    start_up.resume(job, known, loaded=lab.rank < 2)  # one node alone has a folder with one
+    assert state_of(None).device_sums.dtypes == ()
     for found, dtypes in (
         ('[["bfloat16"], 0, 2, 4]', ("bfloat16",)),
         (None, ()),

@@ -16,14 +16,13 @@ import torch.distributed as dist
 
 from ds_zipccl import devices, tensors
 from ds_zipccl.codecs import compress_bound
-from ds_zipccl.comm import topology
 from ds_zipccl.comm.device.context import DeviceContext
 from ds_zipccl.comm.device.sizes import agree, largest
 from ds_zipccl.comm.device.streams import Stage
 from ds_zipccl.comm.device.sums import Part, reduce_scatter
 from ds_zipccl.comm.group_state import group_nodes
 from ds_zipccl.comm.spans import cut
-from ds_zipccl.comm.topology import Levels, tell
+from ds_zipccl.comm.topology import tell
 from ds_zipccl.config import ZipcclConfig
 from ds_zipccl.kernels.cuda.jobs import GatherTable, Parameter
 from ds_zipccl.policy import cost_model, trial, wire
@@ -98,12 +97,12 @@ def measure(group: dist.ProcessGroup, config: ZipcclConfig, device: torch.device
     codec = config.codec if config.codec != "raw" else "cascade"
     ctx = DeviceContext("calibrate", group, config, "dp", codec, device)
     nodes = group_nodes(group)
-    shape, gathers = Topology.of(nodes), _points(ctx, SIZES, _gathering)
+    topology, gathers = Topology.of(nodes), _points(ctx, SIZES, _gathering)
     own, turns = _turn(group, device)
     copies = [_points(ctx, SIZES, partial(_from_host, copies=own == turn)) for turn in range(turns)]
     found = {
         "network": (1 - 1 / ctx.size) * cost_model.slope(gathers),
-        "hop": cost_model.hop_of(gathers, shape),
+        "hop": cost_model.hop_of(gathers, topology),
         "encode": cost_model.slope(_points(ctx, CODED_BYTES, partial(_coding, stage=Stage.ENCODE))),
         "decode": cost_model.slope(_points(ctx, CODED_BYTES, partial(_coding, stage=Stage.DECODE))),
         "bus": min(map(cost_model.slope, copies)),
@@ -167,9 +166,8 @@ def sums(
 @contextmanager
 def _summing(ctx: DeviceContext, nbytes: int, dtype: torch.dtype, *, coded: bool) -> Iterator[Work]:
     """Give a reduce-scatter of normal values."""
-    streams, nodes = ctx.streams, group_nodes(ctx.group)
+    streams = ctx.streams
     numel = max(8, nbytes // dtype.itemsize // ctx.size // 8 * 8)
-    levels = Levels.of(nodes if topology.levels(nodes) else (), ctx.rank, ctx.size)
     with streams.on(Stage.DECODE):
         whole, out = (tensors.empty(numel * rows, dtype, ctx.device) for rows in (ctx.size, 1))
         drawn = tensors.empty(_DRAWN, torch.float32).normal_(generator=torch.Generator().manual_seed(ctx.rank))
@@ -180,7 +178,7 @@ def _summing(ctx: DeviceContext, nbytes: int, dtype: torch.dtype, *, coded: bool
         for stage in (Stage.ENCODE, Stage.WIRE):
             streams.order(Stage.DECODE, stage)
         if coded:
-            reduce_scatter(ctx, levels, parts, Part.of(out))
+            reduce_scatter(ctx, ctx.cut.levels, parts, Part.of(out))
             return
         with streams.wire():
             ctx.transport.reduce_scatter(out, whole, cast(Any, op))
