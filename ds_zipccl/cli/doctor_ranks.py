@@ -14,7 +14,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +22,8 @@ from ds_zipccl.tools import ToolError, gpus
 from ds_zipccl.tools.namespaces import Network, first_status, meeting
 
 if TYPE_CHECKING:
+    import torch
+
     from ds_zipccl.config import ZipcclConfig
     from ds_zipccl.policy.cost_model import LinkProfile
     from ds_zipccl.policy.settled import Settled
@@ -57,6 +59,17 @@ def launched() -> bool:
 
 class AgreedError(ToolError):
     """An error that all ranks know, so that rank 0 alone need tell it."""
+
+
+@contextlib.contextmanager
+def failing(what: str) -> Iterator[None]:
+    """Raise ToolError with the name of ``what`` and the rank, where calls of torch, of the package or of the system fail in the block."""
+    try:
+        yield
+    except ToolError:
+        raise
+    except (RuntimeError, ValueError, OSError) as error:
+        raise ToolError(f"rank {os.environ['RANK']}: {what} failed: {error}") from error
 
 
 @contextlib.contextmanager
@@ -163,6 +176,14 @@ class Ranks:
 
         return self.groups[1] in STREAM_BACKENDS
 
+    @property
+    def place(self) -> torch.device:
+        """The device of this rank's tensors."""
+        import torch
+
+        cuda = self.streams and self.groups[0] == "cuda"
+        return torch.device(*(("cuda", torch.cuda.current_device()) if cuda else ("cpu",)))
+
 
 def meet(check: Callable[[], str], patience: float) -> Ranks:
     """Exchange reports, and join a group of all ranks: of the job's backend where it works in stream order, otherwise of gloo. Blocks until
@@ -210,7 +231,7 @@ def meet(check: Callable[[], str], patience: float) -> Ranks:
     for at, one in enumerate(reports):
         here, first = f"rank {at} on {one.host}", reports[0]
         if one.config != first.config:
-            wanted = "give all nodes the same ds_config and the same DS_ZIPCCL"
+            wanted = "give all nodes the same ds_config and the same DS_ZIPCCL, and --report or not"
             raise AgreedError(f"the config of {here} differs from that of rank 0 on {first.host}: {wanted}")
         if one.groups != first.groups:
             wanted = "give every rank a GPU that torch sees, or none and DS_ACCELERATOR=cpu"
@@ -223,26 +244,26 @@ def meet(check: Callable[[], str], patience: float) -> Ranks:
     return met
 
 
-def settle(config: ZipcclConfig, device: str) -> Settled | None:
+@failing("proving the groups")
+def settle(config: ZipcclConfig, found: Ranks, every: bool) -> tuple[Settled | None, ZipcclConfig]:
     """Prove kernels and groups in stream order and measure them, as a job does at its start; rank 0 prints the outcome. A collective of all
-    ranks that have met; blocks for some seconds. Returns None where some rank has failed.
+    ranks that have met; blocks for some seconds. Returns what was settled, None where that is nothing, and the config without what a rank
+    could not prove. ``every``: prove groups that a job would not code too.
 
     Raises:
         ToolError: a rank failed meanwhile.
     """
-    import torch
-    import torch.distributed as dist
-
     from ds_zipccl.comm import engine
     from ds_zipccl.integration import start_up
 
-    here = torch.device(device, torch.cuda.current_device()) if device == "cuda" else torch.device(device)
-    try:
-        return engine.settle(start_up.with_all_kernels(config, here), here)
-    except (RuntimeError, ValueError) as error:
-        raise ToolError(f"rank {dist.get_rank()}: proving the groups failed: {error}") from error
+    if not (found.streams or every):
+        return None, config
+    proven = start_up.with_all_kernels(replace(config, nccl="on") if every else config, found.place)
+    config = proven if proven.nccl == "off" else replace(proven, nccl=config.nccl)
+    return engine.settle(config, found.place) if found.streams else None, config
 
 
+@failing("measuring the link")
 def measure() -> LinkProfile:
     """Measure link and codec between the ranks that have met, :data:`CALIBRATIONS` times. A collective; less than two seconds each on links
     of 100 Mbit/s and faster.
@@ -250,14 +271,9 @@ def measure() -> LinkProfile:
     Raises:
         ToolError: a rank failed meanwhile.
     """
-    import torch.distributed as dist
-
     from ds_zipccl.comm.transport import calibration
 
-    try:
-        return median([calibration.measure() for _ in range(CALIBRATIONS)])
-    except (RuntimeError, ValueError) as error:
-        raise ToolError(f"rank {dist.get_rank()}: measuring the link failed: {error}") from error
+    return median([calibration.measure() for _ in range(CALIBRATIONS)])
 
 
 def median(profiles: Sequence[LinkProfile]) -> LinkProfile:

@@ -25,6 +25,8 @@ T = TypeVar("T")
 
 #: Packages on whose versions figures depend.
 PACKAGES = ("torch", "deepspeed", "numpy", "numba", "safetensors")
+#: Options that name files to write.
+OUTPUTS = ("json", "plot", "report")
 
 
 @dataclass(frozen=True)
@@ -157,17 +159,17 @@ def count(most: float) -> Callable[[str], int]:
 
 
 def check_outputs(args: argparse.Namespace) -> None:
-    """Check the files that a command is to write, ``--json`` and ``--plot``, before it measures. Existing files stay as they are.
+    """Check the files that a command is to write, by :data:`OUTPUTS`, before it measures. Existing files stay as they are.
 
     Raises:
-        ToolError: one cannot be written, or both are one file.
+        ToolError: one cannot be written, or two are one file.
     """
-    paths = [path for path in (getattr(args, "json", None), getattr(args, "plot", None)) if path is not None]
-    if len(set(map(os.path.realpath, paths))) < len(paths):
-        raise ToolError(f"--json and --plot are one file, {paths[0]}; name two")
+    paths = {f"--{name}": path for name in OUTPUTS if (path := getattr(args, name, None)) is not None}
+    if len(set(map(os.path.realpath, paths.values()))) < len(paths):
+        raise ToolError(f"two of {' '.join(paths)} are one file, {next(iter(paths.values()))}; name another")
     if os.environ.get("RANK", "0") != "0":
         return  # rank 0 of a launcher writes, maybe on another machine
-    for path in map(os.path.realpath, paths):  # of a link the file that it is to be
+    for path in map(os.path.realpath, paths.values()):  # of a link the file that it is to be
         there = os.path.exists(path)
         if there and not os.path.isfile(path) and not os.path.isdir(path):
             continue  # a pipe or a terminal: to open it may wait

@@ -8,6 +8,7 @@ import importlib
 import io
 import json
 import os
+import socket
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -22,12 +23,13 @@ from safetensors.torch import save_file
 
 from ds_zipccl.__main__ import main
 from ds_zipccl.benchmarks.train import doctor as doctor_check
-from ds_zipccl.cli import doctor_ranks, explain
-from ds_zipccl.cli.doctor_ranks import RankReport
+from ds_zipccl.cli import cluster_report, doctor_ranks, explain
+from ds_zipccl.cli.doctor_ranks import RankReport, Ranks
 from ds_zipccl.cli.planning import job as job_plan
 from ds_zipccl.cli.planning import operations as step_plan
 from ds_zipccl.cli.planning import speeds, user_job
-from ds_zipccl.integration import autoload, hook_points
+from ds_zipccl.config import ZipcclConfig
+from ds_zipccl.integration import autoload, canary, hook_points
 from ds_zipccl.policy.admission import PassReason
 from ds_zipccl.policy.cost_model import DeviceProfile, LinkProfile, Topology, lossy_size, predict
 from ds_zipccl.policy.settled import Settled, Sums
@@ -43,6 +45,9 @@ JOB = {
     "zipccl": {"enabled": True},
 }
 PARAMS = 10_000_000
+#: What no file of --report may have.
+SECRETS = ("gpu17.corp.example", "10.1.2.3", "/home/alice", "job-4711")
+SECRET = " ".join(SECRETS)
 
 
 def written(folder: Path, **changes: Any) -> str:
@@ -329,7 +334,7 @@ def test_real_ranks(tmp_path: Path) -> None:
     assert "rank 1 on" in first[missing]["text"] and "cannot read the DeepSpeed config" in first[missing]["text"]
     assert "the config of rank 1" in first[differing]["text"] and "same DS_ZIPCCL" in first[differing]["text"]
     said = first[unhooked]["text"]
-    assert "deepspeed.runtime.zero.stage3: TypeError" in said and "(rank 1 on" in said
+    assert "deepspeed.runtime.zero.stage3: ValueError" in said and f"(rank 1 on {SECRETS[0]}" in said
     assert "10 modules of DeepSpeed known, 1 missing" in said
     assert "kernels: cpu native: proven by " in said
     assert "expected: communication" in said and "step not predicted" not in said
@@ -345,8 +350,50 @@ def test_real_ranks(tmp_path: Path) -> None:
     assert all(outcome == "" for outcome in written_file["hooks"][0].values())
     step = written_file["step_speedup"]
     assert f"The step gains {'nothing' if step < explain.GAIN else f'a factor of {step:.2f}'}" in said
-    assert said.endswith("\n".join(written_file["explained"]) + "\n")
+    assert "\n".join(written_file["explained"]) + "\nreport: plain / coded time of 2 layers: gathers " in said
     assert written_file["step_speedup"] == (100 + total["plain_ms"]) / (100 + total["ms"])
+
+    report, text = found["cluster"], (tmp_path / "cluster.json").read_text()
+    assert not [one for one in (*SECRETS, str(tmp_path)) if one in text] and '"other"' not in text
+    assert report["missing"] == ["deepspeed.runtime.zero.stage3"]
+    assert report["nodes"] == [{"ranks": 2, "gpu": "", "gpus": 0}]
+    assert LinkProfile.from_json(report["profile"]) and report["kernels"]["cpu native"]["cases"]
+    assert (report["format"], report["backend"], report["zero_stage"], report["dtype"]) == (1, "gloo", 2, "bfloat16")
+    timed = report["windows"]
+    assert timed["wrong"] == 0
+    assert {name: len(ms) for name, ms in timed["ms"].items()} == {"plain": 6, "gathers": 6, "coded": 6}
+    assert timed["gain"]["coded"][1] <= timed["gain"]["coded"][0] <= timed["gain"]["coded"][2]
+    gathers, sums = timed["sent"]["all_gather_into_tensor"], timed["sent"]["reduce_scatter_tensor"]
+    assert gathers[:2] == [48, 0] and sums[:2] == [12, 12] and min(gathers[2], sums[2]) > 1.2
+    assert f"{tmp_path}/cluster.json has numbers" in said and "Nothing was\n        sent" in said
+    assert (ROOT / ".github/ISSUE_TEMPLATE/report.yml").read_text().startswith("name: Report of a cluster\n")
+
+
+def test_a_report_has_no_text_of_a_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Names, addresses and paths in everything that the file is made of."""
+    hooks = {SECRET: SECRET, "deepspeed.comm.comm": SECRET, "deepspeed.moe.sharded_moe": "absent"}
+    ranks = Ranks(0, tuple(RankReport(host, SECRET, SECRET, f"cpu {SECRET}", hooks) for host in (SECRET, SECRETS[0])))
+    versions = dict(enumerate(("2.6.0+alice.gpu17", "10.1.2.3", SECRET, "2.7.1+cu128", "3.13.0rc1")))
+    timed = f"ours timed 1.25 times as fast in bfloat16, 2.50 times as fast in alice {SECRET}"
+    sums = Sums(("bfloat16",), 4, timed)
+    settled = Settled("cuda", Topology(2, 1), DeviceProfile(1e8), PassReason.ONE_QUEUE, sums, float("inf"))
+    monkeypatch.setattr(cluster_report, "_told", lambda mine: [[SECRET, 8], ["NVIDIA H100 80GB HBM3", 8]])
+    monkeypatch.setattr(cluster_report, "windows", lambda *_: SECRET)
+    monkeypatch.setattr(cluster_report.tables, "versions", lambda: versions)
+    monkeypatch.setattr(canary, "OUTCOMES", [canary.Outcome({1: (SECRET, "")})])
+    path = tmp_path / "cluster.json"
+    configs = [ZipcclConfig(enabled=True), ZipcclConfig(nccl="off", step_log=SECRET)]
+    facts = {"zero_stage": 3, "dtype": SECRET, "profile": None, "settled": settled}
+    assert "no layers timed: not proven" in cluster_report.make(str(path), 30, ranks, configs, facts)
+    text, written = path.read_text(), content(path)
+    assert not [one for one in (*SECRETS, "alice", "gpu17") if one in text]
+    assert list(written["versions"].values()) == ["2.6.0", "other", "other", "2.7.1+cu128", "3.13.0rc1"]
+    assert [one["gpu"] for one in written["nodes"]] == ["other", "NVIDIA H100 80GB HBM3"]
+    assert (written["zero_stage"], written["dtype"]) == (3, "other")
+    assert written["settled"]["sums"] == {"dtypes": ["bfloat16"], "least": 4, "timed": {"bfloat16": 1.25}}
+    assert written["settled"]["reason"] == "ONE_QUEUE" and written["settled"]["least_bytes"] is None
+    assert written["missing"] == ["deepspeed.comm.comm", "other"] and written["switched_off"] == ["enabled", "nccl"]
+    assert written["canary"][0]["wrong"] == [1] and written["windows"] == "not proven"
 
 
 @pytest.mark.full(reason="twelve seconds; gloo stays")
@@ -363,6 +410,10 @@ def test_groups_in_stream_order(tmp_path: Path) -> None:
     assert rows["gradients"]["reason"] == "sums are the backend's" and rows["gradients"]["speedup"] == 1.0
     assert found["doctor"]["profile"]["network"] > 0 and rows["total"]["ms"] <= rows["total"]["plain_ms"]
     assert found["always"]["profile"]["network"] > 0, "measured, though the job itself would not"
+    report = found["cluster"]
+    assert report["backend"] == "slots" and report["profile"] is None and report["settled"]["profile"]["network"] > 0
+    assert report["canary"][0]["wrong"] == [] and report["windows"]["wrong"] == 0
+    assert report["windows"]["sent"]["reduce_scatter_tensor"][:2] == [12, 12], "coded in one of two kinds"
     assert "rank 1 on" in first[2]["text"] and "has cpu gloo groups, rank 0 has cpu slots groups" in first[2]["text"]
 
 
@@ -424,9 +475,15 @@ def _rank(folder: Path, rank: int, own: Path) -> list[dict[str, Any]]:
 
         name = "deepspeed.runtime.zero.stage3"
         module = importlib.import_module(name)
-        hooks.adopt = None  # type: ignore[assignment]
+
+        def fails(module: Any) -> None:
+            raise ValueError(SECRET)
+
+        hooks.adopt = fails
         autoload._adjust(module)
-    return [*done, _run(rank, good, "--step-ms", "100", "--explain", "--json", str(folder / "doctor.json"))]
+    socket.gethostname = lambda: SECRETS[0]
+    files = ["--json", str(folder / "doctor.json"), "--report", str(folder / "cluster.json")]
+    return [*done, _run(rank, good, "--step-ms", "100", "--explain", *files)]
 
 
 def _streams(folder: Path, rank: int, own: Path) -> list[dict[str, Any]]:
@@ -438,7 +495,8 @@ def _streams(folder: Path, rank: int, own: Path) -> list[dict[str, Any]]:
     good = written(own, zero_optimization={"stage": 3})
     topology.here = lambda: f"node {rank}"  # type: ignore[assignment]
     start_line.device_here = lambda: ("cpu", slots.NAME)  # type: ignore[assignment]
-    done = [_run(rank, good, "--json", str(folder / "doctor.json"))]
+    files = ["--json", str(folder / "doctor.json"), "--report", str(folder / "cluster.json")]
+    done = [_run(rank, good, *files)]
     written(own, zero_optimization={"stage": 3}, zipccl={"enabled": True, "mode": "always"})
     done.append(_run(rank, good, "--json", str(folder / "always.json")))
     written(own, zero_optimization={"stage": 3})

@@ -38,6 +38,7 @@ REFUSED: dict[str, list[tuple[str, str]]] = {
         ("--trainable 1e9", "--trainable is a part of --params"),
         ("--ranks 1", "--ranks must be at least 2"),
         ("--ds-config missing.json", "cannot read the DeepSpeed config of the job missing.json"),
+        ("--report /nonexistent/x", "cannot write /nonexistent/x"),
         ("--params -1", "is not a whole number from 1"),
     ],
     "plan": [
