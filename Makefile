@@ -96,14 +96,15 @@ traces: $(VENV)/ready
 	PYTHONPATH=$(TEST_PATH):tests/fuzz $(BIN)/python tests/traces.py compare tests/support/traces.gz out/traces.gz
 
 # On a machine with a GPU, in the environment of $(PYTHON), which has torch with CUDA and numpy; pytest, DeepSpeed and a compiled driver come
-# from there, or from the folder WHEELS. In less than ten minutes: kernels, NCCL, trainings, sanitizers, tests and measurements; with FIRST=1
-# the deciding part, in less than five. The results go to the folder OUT, after every step. The first lines name the parts that are missing,
-# the last one says how it went: status 1 after wrong bits, a hang or an error, 3 if a step was only slow or late.
+# from there, or from the folder WHEELS. Three parts of at most eight minutes, with PART=1, 2 or 3 one of them: 1 measures what estimates are
+# made of, and decides most; 2 shows that bits are right; 3 compares plain and coded steps over a shaped link, and measures the kernels. The
+# results go to the folder OUT, after every step; those of other parts stay there. The first lines name the parts of the machine that are
+# missing, the last one says how it went: status 1 after wrong bits, a hang or an error, 3 if a step was only slow or late.
 OUT ?= docs/results
 WHEELS ?= out/wheels
-FIRST ?=
+PART ?=
 gpu:
-	env -u DS_ACCELERATOR PYTHONPATH=$(TEST_PATH) $(PYTHON) tests/gpu/gpu.py $(if $(FIRST),--first )--out "$(OUT)" --wheels "$(WHEELS)"
+	env -u DS_ACCELERATOR PYTHONPATH=$(TEST_PATH) $(PYTHON) tests/gpu/gpu.py $(if $(PART),--part $(PART) )--out "$(OUT)" --wheels "$(WHEELS)"
 
 # On a machine with a network: DeepSpeed, pytest and all that they need beside torch, for Python GPU_PYTHON of the machine with the GPU; where
 # there is nvcc, some minutes of it, the driver for every GPU too.

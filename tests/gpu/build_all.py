@@ -1,9 +1,6 @@
 """Builds at a time everything that the steps of ``make gpu`` need; later processes find it in the cache. Status 1 if anything failed.
 
-    python tests/gpu/build_all.py [--first]
-
-``--first``: without the native route, DeepSpeed and the spinning kernel, which the first part of the run does without. A build that wants
-a part that is missing here is left out, and no failure.
+A build that wants a part that is missing here is left out, and no failure.
 """
 
 from __future__ import annotations
@@ -28,15 +25,15 @@ _IMPORTS = (
 )
 
 
-#: Build -> parts of :data:`parts.PARTS` that it wants, and whether it is for the first part of the run.
-WANTS: dict[str, tuple[tuple[str, ...], bool]] = {
-    "cpu native": (("C++ compiler",), True),
-    "cuda cupy": (("CuPy",), True),
-    "driver": (("driver",), True),
-    "cuda native": (("nvcc",), False),
-    "deepspeed": (("deepspeed",), False),
-    "imports": (("deepspeed",), False),
-    "spinning kernel": (("driver",), False),
+#: Build -> part of :data:`parts.PARTS` that it wants.
+WANTS = {
+    "cpu native": "C++ compiler",
+    "cuda cupy": "CuPy",
+    "driver": "driver",
+    "cuda native": "nvcc",
+    "deepspeed": "deepspeed",
+    "imports": "deepspeed",
+    "spinning kernel": "driver",
 }
 
 
@@ -88,12 +85,8 @@ def report_command(every: bool = True) -> list[str]:
     return [sys.executable, "-m", "ds_zipccl", "report", "--route", "native", *require]
 
 
-def main(*options: str) -> int:
-    assert options in ((), ("--first",)), f"got {options}, wanted is nothing or --first"
-    left_out = {
-        name: f"missing: {', '.join(found)}" for name, (wanted, _) in WANTS.items() if (found := parts.absent(*wanted))
-    }
-    left_out |= {name: "not in the first part" for name, (_, early) in WANTS.items() if options and not early}
+def main() -> int:
+    left_out = {name: f"missing: {wanted}" for name, wanted in WANTS.items() if parts.absent(wanted)}
     for name, reason in left_out.items():
         print(f"{name}: {reason}", flush=True)
     done = build({name: command for name, command in builds().items() if name not in left_out})
@@ -108,4 +101,4 @@ def main(*options: str) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(*sys.argv[1:]))
+    sys.exit(main())

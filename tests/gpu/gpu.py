@@ -1,13 +1,13 @@
-"""``make gpu``: everything that needs a GPU, in less than ten minutes.
+"""``make gpu``: everything that needs a GPU, in three parts of at most eight minutes.
 
-    python tests/gpu/gpu.py [--out FOLDER] [--first | --only STEP ...] [--wheels FOLDER] [--dry] [--list]
+    python tests/gpu/gpu.py [--out FOLDER] [--part {1,2,3}] [--only STEP ...] [--wheels FOLDER] [--dry] [--list]
 
-Writes to the folder (docs/results): ``gpu.json``, the outcome and the figures of every step, written anew after each; ``cuda.json``,
-``comm_nccl.json`` and ``train_nccl.json``, the benchmarks; ``gpu.log``, the whole output. Each step has a limit of time and ends with all
-its processes. A step that fails does not stop the next ones, unless they need its result. The steps that decide come first; ``--first``
-runs these alone, in less than five minutes. Status 1 after wrong bits, a hang, or an error; 3 if a step was only slow or late; 0
-otherwise, also where parts of the machine are missing, which the first lines name. The last line says the same in words. With ``--only``,
-``gpu.json`` keeps the results that it has of other steps; each result has its commit.
+Part 1 measures what estimates are made of, and decides most; part 2 shows that bits are right; part 3 compares steps of a training, and
+measures the kernels. Without ``--part`` they follow each other. Writes to the folder (docs/results): ``gpu.json``, the outcome and the
+figures of every step, written anew after each; files of the benchmarks; ``gpu.log``, the whole output. Each step has a limit of time and
+ends with all its processes. A step that fails does not stop the next ones, unless they need its result. Status 1 after wrong bits, a hang,
+or an error; 3 if a step was only slow or late; 0 otherwise, also where parts of the machine are missing, which the first lines name. The
+last line says the same in words. ``gpu.json`` keeps the results that it has of steps that do not run; each result has its commit.
 """
 
 from __future__ import annotations
@@ -37,41 +37,23 @@ from places import PYTHONPATH, ROOT
 from wheels import SITE, WHEELS
 
 HERE = Path(__file__).resolve().parent
-#: Seconds for all steps; the starts of the interpreters are among them.
-TOTAL_SECONDS = 590
-#: The first part: its steps and their seconds, and seconds for all of them.
-FIRST = {"machine": 20, "build": 100, "driver": 15, "tests": 70, "nccl_probe": 45, "bench": 45}
-FIRST_SECONDS = 298
-#: Tests of which some run on a GPU: those of :data:`SELECTED`. Both routes have the same kernels: one has all tests, for a minute.
-CUDA_TESTS = (
-    "codec/test_cuda_kernels.py",
-    "codec/test_cuda_calls.py",
-    "codec/test_cuda_sums.py",
-    "codec/test_cuda_lists.py",
-    "codec/test_cuda_rows.py",
-    "codec/test_cuda_lossy.py",
-    "codec/test_rounded.py",
-    "codec/test_scaled.py",
-    "codec/test_zfp.py",
-    "codec/test_lossy_codecs.py",
-    "codec/test_row_kernels.py",
-    "codec/test_rows.py",
-    "codec/test_refused.py",
-    "codec/test_self_test.py",
-    "codec/test_codec.py",
-    "codec/test_arrays.py",
-    "codec/test_codec_calls.py",
-    "codec/test_delta.py",
-    "codec/test_gap_list.py",
-    "codec/test_format.py",
-    "codec/test_frame.py",
-    "codec/test_golden.py",
-    "codec/test_hash.py",
-    "codec/test_fuzz.py",
+#: Seconds for the steps of a part; the starts of the interpreters are among them.
+PART_SECONDS = 475
+#: Steps of every part, and the other ones of each. They run in the order of :func:`steps`.
+BEGIN = ("machine", "build")
+PARTS = (
+    ("units", "host_time", "fabric", "beside", "bus"),
+    ("driver", "tests", "nccl_probe", "nccl", "nccl_one", "comm", "train", "stress", "sanitizers"),
+    ("nccl_probe", "windows", "doctor", "auto", "bench", "counters"),
 )
+#: Tests of which some run on a GPU: those of :data:`SELECTED`. Both routes have the same kernels: one has all tests, for a minute.
+_CODEC = (
+    "cuda_kernels cuda_calls cuda_sums cuda_lists cuda_rows cuda_lossy rounded scaled zfp lossy_codecs row_kernels "
+    "rows refused self_test codec arrays codec_calls delta gap_list format frame golden hash fuzz"
+)
+CUDA_TESTS = tuple(f"codec/test_{name}.py" for name in _CODEC.split())
 #: The tests on a GPU, without those of the emulation, which need none.
 SELECTED = "cuda-native or cuda] or (cuda-cupy and golden)"
-FIRST_SELECTED = "cuda-cupy"
 DRY_SELECTED = "emulated and (golden_frame or frames_in_slots)"
 #: Processes of a step with many files of tests, where pytest-xdist is installed: on an H200 six need 42 s where one needs 95.
 PROCESSES = min(6, os.cpu_count() or 1)
@@ -80,8 +62,14 @@ LINES, LINE = 6, 160
 #: The training of the step "auto": LoRA of 239M parameters, timed from step 35 on, when a clear choice by whole steps is made. With 60M
 #: parameters DeepSpeed's Python takes as long as the network.
 AUTO = tuple("lora --size medium --steps 45 --skip 34 --link 10gbit".split())
-#: Message sizes of the benchmark, and of the first part.
-MIB, FIRST_MIB = (1, 4, 16, 64, 256, 1024), (16, 256)
+#: The training of the step "windows", whose plain steps send 480 MB.
+WINDOWS = tuple("lora --size medium --link 10gbit".split())
+#: The modelled networks of a layer of 7B, the usual ones first: a row is written at once.
+FABRIC = tuple(
+    "--steps 6 --skip 5 --fabric 2x8@100gbit 4x8@25gbit 4x8@100gbit 2x8@25gbit 2x8@400gbit 4x8@400gbit".split()
+)
+#: Message sizes of the benchmark.
+MIB = (1, 4, 16, 64, 256, 1024)
 #: Milliseconds of the smallest collective above which ranks that share the GPU take turns on it: benchmarks repeat less.
 TURNS_MS = 5.0
 
@@ -142,6 +130,11 @@ def deepspeed_works(results: Results) -> str:
     return probed(results) or lacks(results, "deepspeed") or fails
 
 
+def engine_works(results: Results) -> str:
+    """An engine of one process wants kernels, and no ranks."""
+    return some_route(results) or lacks(results, "deepspeed")
+
+
 def joined_nodes(results: Results) -> str:
     """Ranks that train over a network between nodes."""
     return deepspeed_works(results) or lacks(results, "namespaces")
@@ -170,18 +163,18 @@ def _pytest(
     return Step(name, (sys.executable, "-m", "pytest", *options), budget, needs, words=more)
 
 
-def steps(out: Path, dry: bool = False, first: bool = False) -> list[Step]:
-    """All steps in their order: those first that decide. Their least times together are :data:`TOTAL_SECONDS`.
+def steps(out: Path, dry: bool = False, part: int = 0) -> list[Step]:
+    """The steps of a part in their order: those first that decide. 0: of all parts. The least times of a part's steps together are at most
+    :data:`PART_SECONDS`.
 
-    ``dry``: the programs run without a GPU; the benchmark and the tests of the codec have the emulated kernels. ``first``: the steps of
-    :data:`FIRST` alone, with the route that is compiled at run time and two sizes of messages.
+    ``dry``: the programs run without a GPU; the benchmark and the tests of the codec have the emulated kernels.
     """
     python = sys.executable
     results = out / "cuda.json"
-    selected = DRY_SELECTED if dry else FIRST_SELECTED if first else SELECTED
+    selected = DRY_SELECTED if dry else SELECTED
     program = (python, str(HERE / "dry_bench.py")) if dry else (python, "-m", "ds_zipccl")
     bench = (*program, *"bench codec --device cuda --codec cascade wide round:3 --dtype bf16 --mib".split())
-    bench += (*map(str, FIRST_MIB if first else MIB), "--floors", "--peers")
+    bench += (*map(str, MIB), "--floors", "--peers")
     shared = (python, str(HERE / "as_probed.py"), *program[1:], "bench")
     comm_json, train_json, auto_json = out / "comm_nccl.json", out / "train_nccl.json", out / "train_nccl_auto.json"
     comm = (*shared, "comm", "--backend", "nccl", "--ranks", "2", *([] if dry else ["4"]))
@@ -201,29 +194,44 @@ def steps(out: Path, dry: bool = False, first: bool = False) -> list[Step]:
     )
     auto += ("zero3", *"--size tiny --steps 8 --skip 5 --link 200mbit".split()) if dry else AUTO
     turns = quicker((), ()) if dry else quicker(("--steps", "20"), ("--steps", "6", "--skip", "2"))
-    driver, of_nccl = (python, str(HERE / "driver.py")), "gpu/test_nccl.py"
+    windows = (*shared[:2], str(HERE / "windows.py"), "--json", str(out / "windows_nccl.json"), "--workload")
+    windows += ("zero3", *"--size tiny --link 200mbit --window 2 --pairs 2".split()) if dry else WINDOWS
+    fabric_json = out / "fabric_cuda.json"
+    fabric = (python, "-m", "ds_zipccl", *"bench train --workload zero3 --layers 1 --json".split(), str(fabric_json))
+    fabric += ("--fabric", *"2x8@100gbit --steps 2 --skip 1".split()) if dry else ("--backend", "nccl", *FABRIC)
+    host_json = out / "host_time_cuda.json"
+    host = (python, "-m", "ds_zipccl.benchmarks.comm.host_time", "--device", "cpu" if dry else "cuda")
+    driver, of_nccl, units = (python, str(HERE / "driver.py")), "gpu/test_nccl.py", (python, str(HERE / "units.py"))
     planned = [
         Step("machine", (python, str(HERE / "machine.py")), 18),
-        Step("build", (python, str(HERE / "build_all.py"), *(["--first"] if first else [])), 60, machine_is_right),
+        Step("build", (python, str(HERE / "build_all.py")), 60, machine_is_right),
+        Step("units", (*units, "units"), 30, some_route),
+        Step("host_time", (*host, "--json", str(host_json)), 45, some_route, _written(host_json, "rows")),
+        Step("fabric", fabric, 220, engine_works, _written(fabric_json, *OF_FABRIC)),
+        Step("beside", (*units, "beside"), 45, some_route),
+        Step("bus", (*units, "bus"), 45, some_route),
         Step("driver", (*driver, "run"), 25, driver_built),
         _pytest("tests", ("-k", selected), tests_of_a_route, 75, 40, *CUDA_TESTS),
         _pytest("nccl_probe", ("-k", "probe"), tests_of_a_route, 30, 75, of_nccl),
-        Step("bench", (*bench, "--json", str(results)), 30, some_route, _written(results, *OF_CODEC), usable_routes),
         _pytest("nccl", ("-k", "share"), probed, 50, 600, of_nccl),
-        Step("doctor", doctor, 25, joined_nodes),
-        Step("auto", auto, 100, joined_nodes, _written(auto_json, *OF_TRAINING)),
-        Step("train", train, 75, deepspeed_works, _written(train_json, *OF_TRAINING), turns),
-        Step("comm", comm, 32, probed, _written(comm_json, *OF_COMM), quicker(calls, few_calls)),
         _pytest("nccl_one", ("-k", "one_rank"), tests_of_a_route, 15, 40, of_nccl),
+        Step("comm", comm, 32, probed, _written(comm_json, *OF_COMM), quicker(calls, few_calls)),
+        Step("train", train, 75, deepspeed_works, _written(train_json, *OF_TRAINING), turns),
         _pytest("stress", (), tests_of_a_route, 30, 55, "gpu/test_stress.py"),
         Step("sanitizers", (*driver, "sanitize"), 25, sanitizers_are_here),
+        Step("windows", windows, 130, joined_nodes),
+        Step("doctor", doctor, 25, joined_nodes),
+        Step("auto", auto, 100, joined_nodes, _written(auto_json, *OF_TRAINING)),
+        Step("bench", (*bench, "--json", str(results)), 45, some_route, _written(results, *OF_CODEC), usable_routes),
+        Step("counters", (*units, "counters", str(results)), 30, some_route),
     ]
-    return [replace(step, seconds=FIRST[step.name]) for step in planned if step.name in FIRST] if first else planned
+    return [step for step in planned if not part or step.name in (*BEGIN, *PARTS[part - 1])]
 
 
 #: Keys of a benchmark's file that are figures of its step.
 OF_CODEC = ("floors", "python_us", "left_out")
 OF_COMM = ("rows", "nccl", "environment")
+OF_FABRIC = ("rows",)
 OF_TRAINING = ("rows", "verdicts", "nccl", "environment")
 
 
@@ -291,8 +299,8 @@ def verdict(results: Sequence[Result]) -> tuple[int, str]:
 
 def earlier(path: Path, planned: Sequence[Step]) -> list[Result]:
     """The results of an earlier run, in its gpu.json, of steps that are not planned."""
-    rows = figures.read(path).get("rows", ())
-    return [Result(**row) for row in rows if row["step"] not in {step.name for step in planned}]
+    others = {step.name for step in steps(Path())} - {step.name for step in planned}
+    return [Result(**row) for row in figures.read(path).get("rows", ()) if row["step"] in others]
 
 
 def summary(
@@ -341,34 +349,33 @@ def main(words: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser("make gpu", description="Everything that needs a GPU.", allow_abbrev=False)
     add = parser.add_argument
     add("--out", type=Path, default=ROOT / "docs" / "results", help="folder of the results (docs/results)")
-    add("--first", action="store_true", help="the first part alone, in less than five minutes")
+    add("--part", type=int, choices=range(1, 1 + len(PARTS)), default=0, help="this part alone")
     add("--only", nargs="+", metavar="STEP", help="these steps, and those that decide whether they can run")
     add("--dry", action="store_true", help="run every step without a GPU, on emulated kernels and small tensors")
     add("--wheels", type=Path, metavar="FOLDER", help="wheels of DeepSpeed, as `make gpu-wheels` makes them")
     add("--list", action="store_true", help="print the steps and end")
     args = parser.parse_args(words)
     out = args.out.resolve()
-    planned, total = steps(out, args.dry, args.first), FIRST_SECONDS if args.first else TOTAL_SECONDS
+    planned, total = steps(out, args.dry, args.part), PART_SECONDS * (1 if args.part else len(PARTS))
     if args.dry:
         os.environ["ZIPCCL_DRY"] = "1"
         planned, total = [replace(step, seconds=4 * step.seconds) for step in planned], 4 * total
-    kept: list[Result] = []
     if args.only:
         names = [step.name for step in planned]
         if unknown := sorted(set(args.only) - set(names)):
             parser.error(f"no step {', '.join(unknown)}; the steps are {', '.join(names)}")
-        on_nccl = {"nccl", "comm", "doctor", "auto", "train"} & set(args.only)
+        on_nccl = {"nccl", "comm", "doctor", "auto", "train", "windows"} & set(args.only)
         wanted = {*args.only, "machine", "build", *(["nccl_probe"] if on_nccl else [])}
         planned = [step for step in planned if step.name in wanted]
-        kept = earlier(out / "gpu.json", planned)
+    kept = earlier(out / "gpu.json", planned)
     if args.list:
         for step in planned:
-            command = (*step.command, *step.words({name: Result(name, PASSED) for name in FIRST}))
+            command = (*step.command, *step.words({step.name: Result(step.name, PASSED) for step in planned}))
             print(f"{step.name:12} {step.seconds:4} s  {shlex.join(command)}")
         return 0
     out.mkdir(parents=True, exist_ok=True)
     (out / "gpu.log").write_text("")
-    made = ["make", "gpu", f"OUT={args.out}", *(["FIRST=1"] if args.first else [])]
+    made = ["make", "gpu", f"OUT={args.out}", *([f"PART={args.part}"] if args.part else [])]
     command = shlex.join([sys.executable, *sys.argv] if args.only else made)
     named = commit()
     with tempfile.TemporaryDirectory(prefix="ds_zipccl-scratch-") as scratch:

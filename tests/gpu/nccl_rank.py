@@ -332,14 +332,10 @@ def timeline(it: Rank) -> None:
         equal(whole, torch.cat([it.words(own.numel(), rank, 22) for rank in range(it.ranks)]))
         work = [e for e in seen.events() if e.device_type == torch.autograd.DeviceType.CUDA]
         work.sort(key=lambda e: e.time_range.start)
+        spans = [(e, e.time_range) for e in work]
         it.figures[f"timeline_{name}"] = [
-            (
-                e.name[:60],
-                e.device_resource_id,
-                round(e.time_range.start - work[0].time_range.start),
-                round(e.time_range.elapsed_us()),
-            )
-            for e in work
+            (e.name[:60], e.device_resource_id, round(span.start - spans[0][1].start), round(span.elapsed_us()))
+            for e, span in spans
         ]
 
 
@@ -481,26 +477,10 @@ def sum_suite(it: Rank) -> None:
 
 
 Check = Callable[[Rank], None]
-SHARED: tuple[Check, ...] = (
-    gathers,
-    exchanges,
-    additions,
-    subgroups,
-    move_suite,
-    sum_suite,
-    captures,
-    first_steps,
-)
+SHARED: tuple[Check, ...] = (gathers, exchanges, additions, subgroups, move_suite, sum_suite, captures, first_steps)
 PROGRAMS: dict[str, tuple[Check, ...]] = {
     "probe": (reductions,),
-    "one_rank": (
-        gathers,
-        exchanges,
-        reductions,
-        additions,
-        streams,
-        captures,
-    ),  # times of ranks that share a GPU say nothing
+    "one_rank": (gathers, exchanges, reductions, additions, streams, captures),
     "shared_gpu_2": (*SHARED, timeline),
     "shared_gpu_4": (*SHARED, two_levels, by_node, pairs),  # the nodes of two_levels stay
 }

@@ -75,7 +75,7 @@ PARTS = (
     Part("C++ compiler", _compiler, "no C++ kernels: the reference is numba's, of exponents alone, and builds are slower"),
     Part("numba", _module("numba"), "no second reference on the CPU; none at all without a C++ compiler"),
     Part("nvcc", _nvcc, "no native route: kernels are compiled at run time; driver and spinning kernel come from the wheels folder"),
-    Part("CuPy", _call("ds_zipccl.kernels.cuda.cupy_kernels", "cupy"), "no route cupy: the first part of the run has no kernels"),
+    Part("CuPy", _call("ds_zipccl.kernels.cuda.cupy_kernels", "cupy"), "no route cupy: no kernels without nvcc"),
     Part("driver", _driver, "driver and sanitizers are not run: make gpu-wheels puts the program beside the wheels"),
     Part("compute-sanitizer", _call("driver", "sanitizer_path"), "sanitizers are not run"),
     Part("deepspeed", _module("deepspeed"), "train is not run: make gpu-wheels fetches the wheels"),

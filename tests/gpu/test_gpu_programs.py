@@ -9,6 +9,7 @@ import subprocess
 import sys
 import zipfile
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import build_all
@@ -23,6 +24,7 @@ import parts
 import pytest
 import wheels
 import where
+import windows
 from places import ROOT
 from step_runner import FAILED, HUNG, MISSING, NO_TIME, NOT_RUN, PASSED, SLOW, Result, Step
 from test_gpu_steps import COLLECT, GOOD, STEPS, alive, python, ran, run
@@ -203,6 +205,24 @@ def test_floors() -> None:
     assert len(floors.missed(floors.compare(slow, "NVIDIA A100", late))) == 1, (
         "rates are for an H200, the sum for every GPU"
     )
+
+
+def test_windows_bear_a_drift_and_give_no_speedup_that_the_rig_decides() -> None:
+    planned = windows.turns(window=8, pairs=6)
+    sent = [(0, 0, 480e6) if turn == windows.PLAIN else (480e6, 5e6, 0) for turn in planned]
+    times = [(500.0 if turn == windows.PLAIN else 250.0) + at for at, turn in enumerate(planned)]
+    run = {
+        "step_ms": times,
+        "comm_ms": [9.0] * len(planned),
+        "sent": {"host_waits": 2.0 * planned.count(windows.CODED)},
+    }
+    run |= {"steps": [SimpleNamespace(sent={"zero_param": one}) for one in sent]}
+    found = windows.compared(run, 8, 6, tiny_ms=1.2)
+    assert found["least_saved_ms"] == found["most_saved_ms"] == 250.0 and 1.7 < found["speedup"] < 2, found
+    plain = run["steps"][windows.WARM_UP : windows.WARM_UP + 1] * len(planned)
+    for change, tiny_ms in (({}, 9.0), ({"comm_ms": [30.0] * len(planned)}, 1.2), ({"steps": plain}, 1.2)):
+        refused = windows.compared(run | change, 8, 6, tiny_ms)
+        assert len(refused["no_speedup"]) == 1 and "speedup" not in refused, refused
 
 
 #: Outcomes of steps -> the status of the run, and words of its last line.
