@@ -340,6 +340,7 @@ SECTIONS: dict[str, Section] = {
     "doctor": trained.doctor,
     "front": trained.front,
     "jobs": jobs,
+    "fabric": modelled.fabric,
     "forecast_nccl": modelled.forecast,
     "gpu": measured.gpu,
     "instructions": measured.instructions,

@@ -147,6 +147,19 @@ def host_time(page: Path) -> str:
     return f"{provenance(content)}\n\n{listed(content['rows'], heads, line)}"
 
 
+def fabric(page: Path) -> str:
+    """Steps of a real engine over modelled networks, compared with ``plan``."""
+    content = results("fabric")
+    heads = (
+        "job | network | variant | step, ms | by `plan`, ms | step / plan | GB between nodes | collectives | speed-up"
+    )
+    line = (
+        "{workload} | {fabric} | {variant} | {step_ms:.1f} | {plan_ms:.1f} | {of_plan:.2f} | {between_gb:.2f} | {collectives} | "
+        "{speedup:.2f}"
+    )
+    return f"{provenance(content)}\n\n{listed(content['rows'], heads, line)}"
+
+
 #: What is counted of the exchanges of a layer of experts, as in :data:`_COUNTED`; the keys of the first step end with "_first".
 _EXCHANGES = {
     "host waits": ("exchange_waits", "d"),

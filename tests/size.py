@@ -29,7 +29,7 @@ SHARED = ", ".join(TOGETHER)
 #: Folder -> its budget; the files of the folder itself are not those of a folder named beside it.
 BUDGETS = {
     "ds_zipccl": Budget(1_525, 1_450),
-    "ds_zipccl/cli": Budget(2_720, 2_800),
+    "ds_zipccl/cli": Budget(2_964, 2_800),
     "ds_zipccl/codecs": Budget(2_775, 2_900),
     "ds_zipccl/comm": Budget(10_695, 9_800),
     "ds_zipccl/csrc": Budget(9_940, 10_050),
@@ -40,9 +40,9 @@ BUDGETS = {
     "ds_zipccl/sync": Budget(1_241, 1_250),
     "ds_zipccl/telemetry": Budget(804, 900),
     "ds_zipccl/tools": Budget(1_340, 1_450),
-    "benchmarks": Budget(4_705, 4_500),
+    "benchmarks": Budget(5_575, 5_300),
     SHARED: Budget(4_400, 4_400),
-    "tests": Budget(57_415, 56_000),
+    "tests": Budget(57_930, 56_000),
 }
 #: Files of one folder of the package and of the benchmarks.
 MAX_FILES = 14

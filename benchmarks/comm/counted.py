@@ -122,16 +122,16 @@ class Counting:
 
 
 @contextmanager
-def world(nodes: int, each: int, counting: Counting) -> Iterator[None]:
-    """Make this process rank 0 of ``nodes`` nodes of ``each`` ranks, without peers."""
+def world(nodes: int, each: int, counting: Counting, device: str = DEVICE.type) -> Iterator[None]:
+    """Make this process rank 0 of ``nodes`` nodes of ``each`` ranks, without peers, for tensors on ``device``."""
     dist.init_process_group(BACKEND, store=FakeStore(), rank=0, world_size=nodes * each)
     try:
         counting.nodes = [list(range(node * each, (node + 1) * each)) for node in range(nodes)]
         state = group_state(None)
         assert state is not None  # this process is in the default group
         state.nodes = [list(ranks) for ranks in counting.nodes]
-        state.device_staging[DEVICE.type] = wire.device_staging(*MEMORY)
-        state.device_profiles[DEVICE.type, BACKEND] = PROFILE
+        state.device_staging[device] = wire.device_staging(*MEMORY)
+        state.device_profiles[device, BACKEND] = PROFILE
         yield
     finally:
         dist.destroy_process_group()
@@ -242,20 +242,25 @@ def rows() -> list[dict[str, Any]]:
 
 
 def run(
-    about: str | None, module: str, columns: Sequence[Column], rows: Callable[[], list[dict[str, Any]]], made: str
-) -> None:
+    about: str | None, module: str, columns: Sequence[Column], rows: Callable[..., list[dict[str, Any]]], made: str,
+    devices: Sequence[str] = (),
+) -> None:  # fmt: skip
     """Print the rows of a module that is called as a program, and write them to the file of ``--json``.
 
     Args:
         about, made: the description of the program, and the word of the documentation for its figures.
+        devices: values of ``--device``, which ``rows`` then takes; the first is the default.
     """
     parser = argparse.ArgumentParser(description=about)
     parser.add_argument("--json", help="file for the rows")
+    if devices:
+        parser.add_argument("--device", choices=devices, default=devices[0], help="of the tensors")
     args = parser.parse_args()
-    found = rows()
+    found = rows(args.device) if devices else rows()
     tables.show(columns, found)
     if args.json:
-        command = f"python -m ds_zipccl.benchmarks.comm.{module} --json {args.json}"
+        device = f"--device {args.device} " if devices and args.device != devices[0] else ""
+        command = f"python -m ds_zipccl.benchmarks.comm.{module} {device}--json {args.json}"
         tables.write_json(args.json, found, command, made=made)
 
 

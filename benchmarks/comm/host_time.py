@@ -4,6 +4,10 @@ This process is rank 0 of a fake group. The schedules of the package run as on a
 launcher counts; streams and events, which count; and torch's own Python of each collective, on a few bytes. So the
 times are those of Python alone: CUDA and NCCL add theirs. Frames have another size in each call, as in a training.
 
+``--device cuda``: with real kernels, streams, events and copies to the host; NCCL's time is still missing. Frames of
+other ranks never come, so that their decoders launch and refuse. The device is idle when a timed call begins. Events
+and streams are not counted there.
+
 Columns: us, min_us: median and least microseconds of a call; plain: median in units of a plain gather, of the same
 process. records, waits: events recorded, and waits of streams for them; contexts: streams that became the current one;
 launches: kernels; collectives: of the group, with the agreements, for which the host waits host_waits times.
@@ -15,7 +19,6 @@ import ctypes
 import itertools
 import statistics
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, cast
@@ -25,12 +28,14 @@ import torch.distributed as dist
 
 from ds_zipccl import comm, devices, kernels
 from ds_zipccl.benchmarks.comm import counted
-from ds_zipccl.benchmarks.comm.counted import DEVICE
+from ds_zipccl.benchmarks.comm.counted import BACKEND, DEVICE
+from ds_zipccl.benchmarks.fabric.clock import PROCESSORS, Clock
 from ds_zipccl.comm.group_state import resolve_group
 from ds_zipccl.comm.transport.nccl import NcclTransport
 from ds_zipccl.config import ZipcclConfig
-from ds_zipccl.kernels.cuda.backend import CudaBackend
+from ds_zipccl.kernels.cuda.backend import CudaBackend, new_status
 from ds_zipccl.kernels.cuda.jobs import frame_bytes
+from ds_zipccl.kernels.cuda.launchers import Launcher
 from ds_zipccl.policy import admission
 from ds_zipccl.telemetry import counters
 from ds_zipccl.tools import tables
@@ -40,8 +45,8 @@ from ds_zipccl.tools.tables import Column
 NODES, EACH = 2, 8
 #: Words by bytes of frames, one after the other; bytes of the words of a gather, a sum and an exchange.
 RATIOS, GATHER, SUM, EXCHANGE = (1.46, 1.52, 1.49, 1.44), 90_177_536, 100_000_000, 83_886_080
-#: Calls before the first one that counts, calls that count, and multiprocessors of the device.
-WARM, CALLS, PROCESSORS = 12, 200, 132
+#: Calls before the first one that counts, and calls that count.
+WARM, CALLS = 12, 200
 CONFIG = ZipcclConfig(enabled=True, mode="always", nccl="on", reduction="fp32")
 COLUMNS = (
     Column("call", width=34),
@@ -50,8 +55,9 @@ COLUMNS = (
     *tables.alike("records waits contexts launches collectives host_waits", "d"),
 )
 
-#: What has been counted since the last call began.
-counts: Counter[str] = Counter()
+#: Its streams never have work. What has been counted since the last call began.
+_clock = Clock()
+counts = _clock.counts
 
 
 class _Launcher:
@@ -65,6 +71,19 @@ class _Launcher:
 _getpid = ctypes.CDLL(None).getpid
 
 
+class _Device(_Launcher):
+    """Launches on a device. Decoders refuse what no rank has sent, and report that to a word of their own: no call fails."""
+
+    def __init__(self, launcher: Launcher, status: torch.Tensor) -> None:
+        self._real, self._status = launcher, status
+
+    def launch(self, kernel: str, grid: tuple[int, int], shared: int, params: Any, stream: int) -> None:
+        counts["launches"] += 1
+        if "decode" in kernel:
+            params.status = self._status.data_ptr()
+        self._real.launch(kernel, grid, shared, params, stream)
+
+
 class _Backend(CudaBackend):
     """Frames of another size in each call."""
 
@@ -73,62 +92,6 @@ class _Backend(CudaBackend):
     def frame_sizes(self, segments: Any, code: str, block: int, headers: torch.Tensor, bases: Any = None) -> None:
         super().frame_sizes(segments, code, block, headers, bases)
         frame_bytes(headers.view(len(segments), -1)).fill_(int(segments[0].nbytes / next(self.ratios)))
-
-
-class _Event:
-    def query(self) -> bool:
-        return True
-
-
-class _Stream:
-    cuda_stream = 7
-
-    def __init__(self, *given: Any, **named: Any) -> None:
-        """A stream of any device and priority."""
-
-    def record_event(self, event: Any = None) -> _Event:
-        counts["records"] += 1
-        return _EVENT
-
-    def wait_event(self, event: Any) -> None:
-        counts["waits"] += 1
-
-
-_EVENT, _STREAM = _Event(), _Stream()
-
-
-class _Inside:
-    """A context that counts."""
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-
-    def __enter__(self) -> None:
-        counts[self._name] += 1
-
-    def __exit__(self, *error: object) -> None:
-        pass
-
-
-class Runtime:
-    """The calls of ``torch.cuda`` that streams need, without a device."""
-
-    Stream = _Stream
-
-    def Event(self, **named: Any) -> _Event:
-        return _EVENT
-
-    def current_stream(self, device: Any = None) -> _Stream:
-        return _STREAM
-
-    def stream(self, stream: _Stream) -> _Inside:
-        return _Inside("contexts")
-
-    def device(self, device: Any) -> _Inside:
-        return _Inside("devices")
-
-    def is_current_stream_capturing(self) -> bool:
-        return False
 
 
 class _Transport(NcclTransport):
@@ -163,14 +126,18 @@ class _Transport(NcclTransport):
 
 
 @contextmanager
-def installed() -> Iterator[None]:
-    """Make this process rank 0 of the fake group, with these kernels, streams and collectives, for a while."""
+def installed(device: str = DEVICE.type) -> Iterator[None]:
+    """Make this process rank 0 of the fake group, with these collectives, for a while. On CPUs, streams and kernels only count."""
     before = dict(admission.CODED_BACKENDS), admission.STREAM_BACKENDS, dict(kernels.ROUTES["cpu"])
     runtime = devices.RUNTIMES.get("cpu")
     counted.install(_Transport, lambda: _Backend(_Launcher(), "cpu", PROCESSORS))
-    devices.RUNTIMES["cpu"] = cast(Any, Runtime())
+    devices.RUNTIMES["cpu"] = cast(Any, _clock.runtime)
+    if device != DEVICE.type:
+        admission.CODED_BACKENDS[device] += (BACKEND,)
+        launches = cast(CudaBackend, kernels.route("auto", device))._launches
+        launches._launcher = _Device(launches._launcher, new_status(torch.device(device)))
     try:
-        with counted.world(NODES, EACH, counted.Counting()):
+        with counted.world(NODES, EACH, counted.Counting(), device):
             yield
     finally:
         admission.CODED_BACKENDS.update(before[0])
@@ -179,16 +146,17 @@ def installed() -> Iterator[None]:
         devices.RUNTIMES.pop("cpu") if runtime is None else devices.RUNTIMES.update(cpu=runtime)
 
 
-def calls() -> dict[str, Callable[[], object]]:
+def calls(device: str = DEVICE.type) -> dict[str, Callable[[], object]]:
     """Return the calls by name. The first one is the plain gather."""
     ranks = NODES * EACH
 
     def words(nbytes: int) -> torch.Tensor:
-        return torch.empty(nbytes // 2 // ranks * ranks, dtype=torch.bfloat16)
+        found = torch.empty(nbytes // 2 // ranks * ranks, dtype=torch.bfloat16, device=device)
+        return found if device == DEVICE.type else found.normal_()
 
     whole, bucket, tokens = words(GATHER), words(SUM), words(EXCHANGE)
     shard, part = (one[: len(one) // ranks] for one in (whole, bucket))
-    target, parameter = words(EXCHANGE), comm.parameter(resolve_group(None), DEVICE.type, "0", len(shard))
+    target, parameter = words(EXCHANGE), comm.parameter(resolve_group(None), device, "0", len(shard))
     comm.agree_sizes([(parameter, shard)], config=CONFIG)
     small = ZipcclConfig(enabled=True, nccl="on", min_bytes=1 << 30)
     role: Any = {"config": CONFIG, "role": "zero_param"}
@@ -215,31 +183,34 @@ def _one_each(ranks: int) -> torch.Tensor:
     return _ones.setdefault(ranks, torch.zeros(ranks, dtype=torch.bfloat16))
 
 
-def measured(call: Callable[[], object], times: int = CALLS) -> dict[str, Any]:
+def measured(call: Callable[[], object], times: int = CALLS, device: str = DEVICE.type) -> dict[str, Any]:
     """Return the microseconds of a call, and what one call counts. Blocks."""
+    idle: Callable[[], object] = torch.cuda.synchronize if device == "cuda" else int
     for _ in range(WARM):
         call()
     counters.reset()
     counts.clear()
     call()
     names = ("records", "waits", "contexts", "launches", "collectives")
-    row: dict[str, Any] = {name: counts[name] for name in names}
+    seen = names if device == DEVICE.type else names[3:]
+    row: dict[str, Any] = {name: counts[name] if name in seen else None for name in names}
     row["host_waits"] = sum(one["host_waits"] for one in counters.rows())
     seconds = []
     for _ in range(times):
+        idle()
         begin = time.perf_counter()
         call()
         seconds.append(time.perf_counter() - begin)
     return row | {"us": 1e6 * statistics.median(seconds), "min_us": 1e6 * min(seconds)}
 
 
-def rows(times: int = CALLS) -> list[dict[str, Any]]:
+def rows(device: str = DEVICE.type, times: int = CALLS) -> list[dict[str, Any]]:
     """Return a row for each call of :func:`calls`. Blocks for a second."""
-    with installed():
-        found = [{"call": name, **measured(call, times)} for name, call in calls().items()]
+    with installed(device):
+        found = [{"call": name, **measured(call, times, device)} for name, call in calls(device).items()]
     return [row | {"plain": row["us"] / found[0]["us"]} for row in found]
 
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    counted.run(__doc__, "host_time", COLUMNS, rows, "Measured")
+    counted.run(__doc__, "host_time", COLUMNS, rows, "Measured", ("cpu", "cuda"))

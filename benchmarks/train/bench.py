@@ -81,6 +81,7 @@ from pathlib import Path
 from typing import Any
 
 from ds_zipccl.benchmarks.comm.variants import VARIANTS, changes, find
+from ds_zipccl.benchmarks.fabric import bench as fabric
 from ds_zipccl.benchmarks.links.backends import BACKENDS, Backend
 from ds_zipccl.benchmarks.train.results import ZEROPP, judge, rows
 from ds_zipccl.benchmarks.train.trial import WORKLOADS, Results, Training, find_script, run
@@ -92,6 +93,8 @@ from ds_zipccl.tools.tables import Column, Table, alike, complain, say, write_js
 STAGE_TIMES = ("epilogue_ms", "reductions_ms")
 #: Smallest coded message on NCCL groups in bytes: the default of gloo groups, because the models here are small.
 NCCL_MIN_BYTES = 65536
+
+__doc__ = f"{__doc__}\n{fabric.__doc__}"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -122,6 +125,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     option("--script", type=Path, metavar="FILE", help="training script (default: the package's own)")
     option("--timeout", type=float, default=1800, metavar="S", help="seconds for one run (default: 1800)")
     option("--json", metavar="FILE", help="write rows and verdicts to this file")
+    fabric.add_arguments(parser)
     option("--plot", metavar="PNG", help="draw computing and communication of a step (needs matplotlib)")
 
 
@@ -135,6 +139,8 @@ def main(args: argparse.Namespace) -> int:
         raise ToolError(
             f"need --repeat >= 1 and --steps > --skip >= 0, got {args.repeat}, {args.steps} and {args.skip}"
         )
+    if args.fabric:
+        return fabric.main(args)
     backend = BACKENDS[args.backend].on(args.nodes)
     link.check(args.link, args.ranks, args.nodes, bool(backend.nodes))
     backend.check()

@@ -39,9 +39,9 @@ Groups are NCCL's. No network of GPUs has run these schedules yet: sums and gath
 codec. With several networks only totals are shown; --json has all rows.
 
 --tflops and --tokens add the computing of a GPU, with the parameters that a token uses, and a table of whole steps. Coding during hidden
-communication delays computing by the time of its kernels. Columns: ms: communication; codec_ms: kernels of the codec; computing_ms:
-without delays; step_ms: all; exposed: share of the step in which GPUs only communicate; tflops: of one GPU over the step; step_speedup:
-plain step_ms / step_ms. --json has the points of --plot as "scaling".
+communication delays computing by the time of its kernels (assumed). Columns: ms: communication; codec_ms: kernels of the codec;
+computing_ms: without delays; step_ms: all; exposed: share of the step in which GPUs only communicate; tflops: of one GPU over the step;
+step_speedup: plain step_ms / step_ms. --json has the points of --plot as "scaling".
 """
 
 from __future__ import annotations

@@ -16,12 +16,14 @@ COPY = 2e12
 
 def seconds(kind: str, nbytes: float, topology: Topology, profile: DeviceProfile) -> float:
     """Return the seconds of a copy of a gather of ``nbytes``: "host", from host memory while all devices of the node read it, or "node",
-    from the other devices of the node, with one exchange for the shards of each node or one for all."""
+    from the other devices of the node, with one exchange for the shards of each node or one for all. The host issues an exchange while the
+    one before is on its way: gathers follow each other."""
     if kind == "host":
         return profile.launch + nbytes / profile.bus
     straight = topology.nodes <= STRAIGHT_NODES
-    delay = (topology.nodes if straight else 1) * max(profile.launch, profile.exchange)
-    return delay + nbytes * (1 - 1 / topology.each) / profile.inside + (0.0 if straight else 2 * nbytes / COPY)
+    exchanges = topology.nodes if straight else 1
+    each = profile.exchange + nbytes * (1 - 1 / topology.each) / profile.inside / exchanges
+    return exchanges * max(profile.launch, each) + (0.0 if straight else 2 * nbytes / COPY)
 
 
 def gaining(topology: Topology, profile: DeviceProfile) -> tuple[str, ...]:

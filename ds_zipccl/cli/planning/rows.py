@@ -79,6 +79,9 @@ def answer(found: DeviceSchedules, work: Computing | None = None) -> str:
 
 #: Floating point operations for a parameter and a token: 2 forward, 4 backward, and 2 where activations are computed again.
 FLOPS = 8.0
+#: Seconds that computing loses for a second of the codec's kernels beside it (assumed: both want all multiprocessors; the step "beside" of
+#: `make gpu PART=1` measures it).
+LOST = 1.0
 
 
 @dataclass(frozen=True)
@@ -130,11 +133,11 @@ def step_time(computing: float, communication: float, coding: float, overlap: fl
         coding: seconds that the kernels of the codec take of a GPU.
         overlap: share of the computing during which communication goes on.
 
-    Communication is hidden up to ``overlap`` of the computing. Coding that runs during hidden communication takes its time from computing,
-    because both want the same multiprocessors.
+    Communication is hidden up to ``overlap`` of the computing. Coding that runs during hidden communication takes :data:`LOST` times its
+    time from computing.
     """
     hidden = min(communication, overlap * computing)
-    delayed = coding * hidden / communication if communication else 0.0
+    delayed = LOST * coding * hidden / communication if communication else 0.0
     return StepTime(computing, delayed, communication - hidden)
 
 
