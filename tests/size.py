@@ -29,7 +29,7 @@ SHARED = ", ".join(TOGETHER)
 #: Folder -> its budget; the files of the folder itself are not those of a folder named beside it.
 BUDGETS = {
     "ds_zipccl": Budget(1_525, 1_450),
-    "ds_zipccl/cli": Budget(2_964, 2_800),
+    "ds_zipccl/cli": Budget(2_975, 2_800),
     "ds_zipccl/codecs": Budget(2_775, 2_900),
     "ds_zipccl/comm": Budget(10_695, 9_800),
     "ds_zipccl/csrc": Budget(9_940, 10_050),

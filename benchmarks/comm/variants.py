@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from ds_zipccl.config import ROLES, ConfigError, ZipcclConfig, parse_section
 from ds_zipccl.lossy import LOSSY_CODECS
 from ds_zipccl.role_settings import RoleSettings
+from ds_zipccl.tools import ToolError
 
 
 @dataclass(frozen=True)
@@ -90,6 +92,21 @@ def _role(text: str) -> Any:
     beside = {key: value for key, value in pairs.items() if key in _BESIDE_CODEC}
     codec = lossy_trial.codec(":".join(word for word in words if word.partition("=")[0] not in beside), LOSSY_CODECS)
     return {"codec": codec.name, **asdict(codec), **{key: _value(value) for key, value in beside.items()}}
+
+
+def settings(texts: Sequence[str], variant: str, reserved: Collection[str]) -> dict[str, Any]:
+    """Return the settings of ``--set``, texts "key=value". ``reserved``: keys that runs of the variant set themselves.
+
+    Raises:
+        ToolError: a text has no value, or its key is reserved.
+    """
+    found = {}
+    for text in texts:
+        key, equals, value = text.partition("=")
+        if not equals or key in reserved:
+            raise ToolError(f"--set wants KEY=VALUE with a key that {variant} runs do not set, got {text}")
+        found[key] = _value(value)
+    return found
 
 
 def _value(text: str) -> Any:

@@ -31,6 +31,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from ds_zipccl.benchmarks.comm.variants import settings
 from ds_zipccl.cli import plan
 from ds_zipccl.cli.planning import model, rows, speeds, user_job
 from ds_zipccl.cli.planning.operations import LIVE, TOTAL
@@ -106,6 +107,8 @@ def main(args: argparse.Namespace) -> int:
     if unknown := sorted({*args.workload} - {*WORKLOADS}) + sorted({*args.variants} - {*SECTIONS}):
         has = f"workloads {', '.join(WORKLOADS)} and variants {', '.join(SECTIONS)}"
         raise ToolError(f"--fabric has {has}, got {', '.join(unknown)}")
+    if (args.tflops is None) != (args.tokens is None):
+        raise ToolError(f"computing wants --tflops and --tokens, got {args.tflops} and {args.tokens}")
     table, found = tables.Table(COLUMNS), []
     codec = speeds.device_codec(None, "bfloat16")
     tables.say(f"modelled: network, kernels of the codec ({codec.about}) and copies; measured: microseconds of Python")
@@ -133,35 +136,22 @@ def _job(workload: str, variant: str, fabric: Fabric, profile: DeviceProfile, ar
     from ds_zipccl.benchmarks.fabric.job import Job  # imports torch, which `bench train --help` does not need
 
     stage, lora = WORKLOADS[workload]
-    section = SECTIONS[variant]
-    if section is not None:
-        section = section | {key: _value(text) for key, _, text in (one.partition("=") for one in args.set)}
-    zero: dict[str, Any] = {"stage": stage}
-    if (
-        stage == 3 and not lora
-    ):  # as large a part of the model as of all its layers; less than 1e9 leaves no room for bases
-        zero |= dict.fromkeys(
-            ("stage3_max_live_parameters", "stage3_max_reuse_distance"), LIVE * args.layers // _LAYERS
-        )
+    section, zero = SECTIONS[variant], {"stage": stage}
     if lora:
         zero |= {"stage3_param_persistence_threshold": 10 * 4096}  # as Trainer fills it in for "auto"
+    elif stage == 3:  # as large a part of the model as of all layers; with less than 1e9 there are no bases
+        kept = "stage3_max_live_parameters", "stage3_max_reuse_distance"
+        zero |= dict.fromkeys(kept, LIVE * args.layers // _LAYERS)
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": 1,
         "bf16": {"enabled": True},
         "optimizer": {"type": "AdamW", "params": {"torch_adam": True}},
         "zero_optimization": zero,
-        "zipccl": section or {"enabled": False},
+        "zipccl": {"enabled": False} if section is None else section | settings(args.set, variant, section),
     }
     device = "cuda" if args.backend == "nccl" else "cpu"
     where = fabric.nodes, fabric.each, asdict(profile), config
     return Job(*where, args.layers, args.steps, lora, args.tflops or 0.0, args.tokens or 0.0, device)
-
-
-def _value(text: str) -> Any:
-    try:
-        return json.loads(text)
-    except ValueError:
-        return text
 
 
 def run(job: Job, timeout: float) -> list[dict[str, Any]]:

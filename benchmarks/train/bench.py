@@ -73,13 +73,13 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import shlex
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from ds_zipccl.benchmarks.comm import variants
 from ds_zipccl.benchmarks.comm.variants import VARIANTS, changes, find
 from ds_zipccl.benchmarks.fabric import bench as fabric
 from ds_zipccl.benchmarks.links.backends import BACKENDS, Backend
@@ -235,17 +235,9 @@ def _section(variant: str, settings: Sequence[str], backend: Backend, same_sums:
     if own is None:
         return None
     section = {"enabled": True, "reduction": "match" if same_sums else "fp32", **own}
-    reserved = set(section)
-    if backend.streams:
-        section |= backend.settings | {"nccl_min_bytes": NCCL_MIN_BYTES}
-    for setting in settings:
-        key, equals, value = setting.partition("=")
-        if not equals or key in reserved:
-            raise ToolError(f"--set wants KEY=VALUE with a key that {variant} runs do not set, got {setting}")
-        try:
-            section[key] = json.loads(value)
-        except json.JSONDecodeError:
-            section[key] = value
+    given = variants.settings(settings, variant, section)
+    section |= backend.settings | {"nccl_min_bytes": NCCL_MIN_BYTES} if backend.streams else {}
+    section |= given
     try:
         parse_section(section)
     except ConfigError as error:

@@ -13,6 +13,7 @@ from ds_zipccl.cli.planning import operations as step
 from ds_zipccl.cli.planning import speeds
 from ds_zipccl.cli.planning.operations import CHANGED, CODED, COPIED, EXPONENTS, PLAIN, StepTraffic
 from ds_zipccl.cli.planning.speeds import DeviceCodec, Network
+from ds_zipccl.config import ROLES
 from ds_zipccl.policy import base_copies, cost_model
 from ds_zipccl.policy.base_copies import COPY
 from ds_zipccl.policy.cost_model import ALL_TO_ALL, GATHER, SUM, DeviceProfile, Topology
@@ -60,6 +61,12 @@ class DeviceSchedules:
         return self.settled or sums_of(self.args.section, self.topology, self.profile)
 
     @cached_property
+    def cut_by(self) -> DeviceProfile:
+        """The speeds by which a job cuts operations: it measures some only where a role has mode auto."""
+        section = self.args.section
+        return self.profile if any(section.mode_of(role) == "auto" for role in ROLES) else cost_model.UNMEASURED
+
+    @cached_property
     def moves(self) -> bool:
         """Whether a job tries coded gathers."""
         return cost_model.moves_may_gain(self.topology, self.profile)
@@ -69,6 +76,8 @@ class DeviceSchedules:
         """Where the words of copies lie: "host", "node" or "device"; "" where a job makes none."""
         if self.args.zero3_base != "auto":
             return str(self.args.zero3_base)
+        if self.args.section.mode_of("zero_param") == "always":
+            return "host"
         return next(iter(base_copies.gaining(self.topology, self.profile)), "")
 
     def lines(self) -> list[StepTraffic]:
@@ -142,7 +151,8 @@ class DeviceSchedules:
         if line.coding != EXPONENTS:
             profile = replace(profile, encode=BASE_SPEED * profile.encode, decode=BASE_SPEED * profile.decode)
             proof = nbytes / HASH + self._copies(nbytes)
-        return proof + cost_model.coded_seconds(kind, nbytes, self.topology, profile, ratio, waits=waits)
+        coded = cost_model.coded_seconds
+        return proof + coded(kind, nbytes, self.topology, profile, ratio, waits=waits, cut_by=self.cut_by)
 
     def _copied(self, nbytes: float) -> float:
         """Seconds in which unchanged words come from their base."""
@@ -185,9 +195,9 @@ class DeviceSchedules:
             return 0.0
         ratio, in_levels = self._ratio(kind, line.coding), self.topology.levels
         if kind == GATHER:
-            least, frames = cost_model.levels_from(self.topology, self.profile), nbytes / ratio
+            least, frames = cost_model.levels_from(self.topology, self.cut_by), nbytes / ratio
             _, in_levels = cost_model.gather_fragments(
-                nbytes, frames, self.topology, self.profile, least, cost_model.STAGING
+                nbytes, frames, self.topology, self.cut_by, least, cost_model.STAGING
             )
         return self._between(kind, nbytes, in_levels=in_levels, ratio=ratio)
 
