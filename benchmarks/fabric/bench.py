@@ -6,7 +6,7 @@ parameters of --layers layers of Llama 7B and no arithmetic; with --tflops and -
 their products. So a row says what an engine makes of a network, and nothing about bits. Variant ``coded`` is the
 default section, as after first steps and a trial that have found coding right and faster. Streams are a clock, so that
 steps take equal times on every machine; with ``--backend nccl`` they are those of a GPU. Options: --workload (zero1,
-zero2, zero3, lora), --variants (plain, coded), --steps, --skip, --set, --json. Columns:
+zero2, zero3, lora), --variants (plain, coded), --steps, --set, --json. Columns, of the last step:
 
 * ``fabric``: nodes x GPUs of a node @ speed of a node's network cards, as --network of ``plan``, without "/node".
 * ``step_ms``: modelled, communication alone without --tflops. ``wire_ms``: modelled, of all collectives.
@@ -114,15 +114,14 @@ def main(args: argparse.Namespace) -> int:
     tables.say(f"modelled: network, kernels of the codec ({codec.about}) and copies; measured: microseconds of Python")
     for workload in args.workload:
         for fabric in args.fabric:
-            profile = DeviceProfile(
-                fabric.network.reach * fabric.network.rate, encode=codec.encode, decode=codec.decode
-            )
+            network = fabric.network.reach * fabric.network.rate
+            profile = DeviceProfile(network, encode=codec.encode, decode=codec.decode)
             plain = None
             for variant in dict.fromkeys(("plain", *args.variants)):
                 tables.complain(f"# {workload}, {fabric.text}, {variant}")
                 job = _job(workload, variant, fabric, profile, args)
                 row = {"workload": workload, "fabric": fabric.text, "variant": variant}
-                row |= _row(run(job, args.timeout)[args.skip :], planned(job), bool(args.tflops))
+                row |= _row(run(job, args.timeout)[-1], planned(job), bool(args.tflops))
                 plain = plain or row
                 found.append(row | {"speedup": plain["step_ms"] / row["step_ms"]})
                 table.add(found[-1])
@@ -192,14 +191,13 @@ def planned(job: Job) -> dict[str, Any]:
     return next(row for row in found if (row["what"], row["variant"]) == (TOTAL, variant))
 
 
-def _row(steps: list[dict[str, Any]], plan_row: dict[str, Any], computing: bool) -> dict[str, Any]:
-    """Return the columns of the last steps."""
-    last = steps[-1]
-    sums = [last["calls"].get(name, [0, None]) for name in ("reduce_scatter_tensor", "all_reduce")]
+def _row(step: dict[str, Any], plan_row: dict[str, Any], computing: bool) -> dict[str, Any]:
+    """Return the columns of a step."""
+    sums = [step["calls"].get(name, [0, None]) for name in ("reduce_scatter_tensor", "all_reduce")]
     return {
-        **{key: last[key] for key in ("step_ms", "wire_ms", "between_gb", "collectives", "calls")},
+        **{key: step[key] for key in ("step_ms", "wire_ms", "between_gb", "collectives", "calls")},
         "plan_ms": plan_row["ms"],
-        "of_plan": None if computing else last["step_ms"] / plan_row["ms"],
-        "gather_us": last["calls"].get("all_gather_into_tensor", [0, None])[1],
+        "of_plan": None if computing else step["step_ms"] / plan_row["ms"],
+        "gather_us": step["calls"].get("all_gather_into_tensor", [0, None])[1],
         "sum_us": max(sums, key=lambda one: one[1] or 0.0)[1],
     }

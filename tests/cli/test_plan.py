@@ -278,6 +278,9 @@ def test_measured_codecs_take_the_place_of_assumed_ones(
     assert codec("--gpu-profile", "assumed-0.5")["encode"] == 0.5e12
     assert codec("--gpu-profile", str(path))["decode"] == 1.1e12
     monkeypatch.setattr(speeds, "MEASURED", path)
+    monkeypatch.setattr(speeds, "_CHECKOUT", f"{tmp_path}/")
+    assert codec()["about"].endswith("TB/s, measured in cuda.json")
+    monkeypatch.setattr(speeds, "_CHECKOUT", "/elsewhere/")
     capsys.readouterr()
     found = codec()
     assert (found["encode"], found["decode"]) == (0.9e12, 1.1e12)

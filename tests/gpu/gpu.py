@@ -207,7 +207,7 @@ def steps(out: Path, dry: bool = False, part: int = 0) -> list[Step]:
         Step("build", (python, str(HERE / "build_all.py")), 60, machine_is_right),
         Step("units", (*units, "units"), 30, some_route),
         Step("host_time", (*host, "--json", str(host_json)), 45, some_route, _written(host_json, "rows")),
-        Step("fabric", fabric, 220, engine_works, _written(fabric_json, *OF_FABRIC)),
+        Step("fabric", fabric, 220, engine_works, _written(fabric_json, "rows")),
         Step("beside", (*units, "beside"), 45, some_route),
         Step("bus", (*units, "bus"), 45, some_route),
         Step("driver", (*driver, "run"), 25, driver_built),
@@ -231,7 +231,6 @@ def steps(out: Path, dry: bool = False, part: int = 0) -> list[Step]:
 #: Keys of a benchmark's file that are figures of its step.
 OF_CODEC = ("floors", "python_us", "left_out")
 OF_COMM = ("rows", "nccl", "environment")
-OF_FABRIC = ("rows",)
 OF_TRAINING = ("rows", "verdicts", "nccl", "environment")
 
 
