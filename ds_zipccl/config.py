@@ -204,7 +204,7 @@ class ZipcclConfig:
         """Return the mode of a role: its own, else the mode of the section."""
         if role in self.lossy_roles:
             return self.lossy_roles[role].mode or self.mode
-        return {str(name): str(mode) for name, mode in self.roles.items()}.get(role, self.mode)
+        return str(self.roles[role]) if role in self.roles else self.mode
 
     @property
     def always_codes(self) -> bool:

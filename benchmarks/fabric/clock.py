@@ -45,9 +45,11 @@ class Stream:
     def __init__(self, clock: Clock) -> None:
         self._clock, self.free = clock, 0.0
 
-    def record_event(self) -> Event:
+    def record_event(self, event: Event | None = None) -> Event:
         self._clock.counts["records"] += 1
-        return Event(self._clock, max(self.free, self._clock.host))
+        found = event or Event(self._clock)
+        found.second = max(self.free, self._clock.host)
+        return found
 
     def wait_event(self, event: Event) -> None:
         self._clock.counts["waits"] += 1

@@ -30,12 +30,14 @@ def has_words(tensor: torch.Tensor) -> bool:
     wrapped = tensors.is_traced(type(tensor)) or torch._C._dispatch_keys(tensor).raw_repr() & _ELSEWHERE
     if wrapped or tensor.layout is not torch.strided or tensor.device.type not in DEVICES:
         return False
-    last = tensor.storage_offset() + sum(
-        (size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True)
-    )
+    last, numel = tensor.storage_offset() + tensor.numel() - 1, tensor.numel()
+    if not tensor.is_contiguous():
+        last = tensor.storage_offset() + sum(
+            (size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True)
+        )
     # a storage may have been resized under its tensors, as FSDP does
     there = tensor.untyped_storage().nbytes() if tensor.data_ptr() else 0  # torch's tensors of zeros have no address
-    return not tensor.numel() or (last + 1) * tensor.itemsize <= there
+    return not numel or (last + 1) * tensor.itemsize <= there
 
 
 def admit(name: str, tensor: torch.Tensor, error: type[Exception] = ValueError) -> None:

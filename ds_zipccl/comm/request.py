@@ -334,6 +334,11 @@ def equal_shards(flat: torch.Tensor, ranks: int) -> Sequence[torch.Tensor]:
     return shards
 
 
+def is_flat(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor is its own flat view, in memory order and in logical order; nearly all of a job are."""
+    return tensor.dim() == 1 and tensor.stride(0) == 1 and not tensor.is_conj() and not tensor.is_neg()
+
+
 def logical_order(tensor: torch.Tensor) -> torch.Tensor:
     """Return a flat view of a contiguous tensor, otherwise a flat copy; of a conjugate or negative view a copy with its values."""
     return _flat_view(tensor.resolve_conj().resolve_neg().contiguous())

@@ -516,20 +516,29 @@ def gather_fragments(
     codec. Where two fit, one is coded while the other is on the wire, so that 1/n of the codec shows.
 
     Args:
-        words, frames, frame: bytes of the words and of the frames of all ranks, and of their largest piece.
-        least, budget: :func:`levels_from`; bytes of the staging buffers.
+        words, frames, frame, budget: bytes of words and frames of all ranks, their largest piece, staging buffers. least: levels_from().
     """
     codec, rooms = sum(coding_seconds(GATHER, words, topology, profile)), (budget, budget // 2)
     alone, paired = (1 if frames <= room else math.ceil(frames / max(frame, room - frame)) for room in rooms)
 
     def count(collectives: int, in_levels: bool, fewest: float) -> int:
         delay = collectives * profile.launch + gather_way(topology, profile, in_levels=in_levels)[0]
-        # n delay + codec / n is least where one more hides less of the codec than its delay
-        best = max(paired, min(FRAGMENTS, math.ceil(math.sqrt(codec / delay + 0.25) - 0.5)))
+        best = max(paired, _hiding(codec, delay))
         return best if best * fewest <= frames and best * delay + codec / best < alone * delay + codec else alone
 
     in_levels = count(topology.nodes, True, least)
     return (in_levels, True) if in_levels * least <= frames else (count(1, False, 0.0), False)
+
+
+def _hiding(codec: float, delay: float) -> int:
+    """Return the pieces n of an operation: n delay + codec / n is least where one more hides less of the codec than its delay."""
+    return min(FRAGMENTS, math.ceil(math.sqrt(codec / max(delay, 1e-9) + 0.25) - 0.5))
+
+
+def exchange_steps(nbytes: float, topology: Topology, profile: DeviceProfile) -> int:
+    """Return the steps of an exchange of equal segments, of ``nbytes`` bytes of words in all, where memory leaves a choice."""
+    codec = sum(coding_seconds(ALL_TO_ALL, nbytes, topology, profile))
+    return _hiding(codec, profile.launch + exchange_latency(topology, profile))
 
 
 def gather_wire(
@@ -578,7 +587,9 @@ def coded_seconds(
     if kind != GATHER or waits:
         encode *= 2  # the sizes of frames come from the encoder, which runs again for the frames
     apart = exchange_latency(topology, profile)
-    if kind == ALL_TO_ALL:  # in one piece
+    if (
+        kind == ALL_TO_ALL
+    ):  # in one piece: the exchange_steps of a large one hide a part of the codec, which is not promised
         fixed = profile.launch + profile.agreement + apart
         return fixed + encode + decode + _all_to_all_wire(nbytes, topology, profile, ratio)
     if kind == GATHER:

@@ -118,16 +118,17 @@ def device_staging(memory: int, free: int) -> int:
     return max(LEAST_STAGING, min(DEVICE_STAGING, int(OF_MEMORY * memory), int(OF_FREE * free)) >> 20 << 20)
 
 
-def device_cut(numel: int, each: int, budget: int, least: int = 0) -> int:
+def device_cut(numel: int, each: int, budget: int, least: int = 0, count: int = DEVICE_FRAGMENTS) -> int:
     """Return the elements of the fragments of segments of ``numel`` elements that move together. They are not so small that their latency
     counts, nor so large that three do not fit the ``budget``: one is encoded, one on the wire, one decoded.
 
     Args:
         each: bytes of one element of all segments.
         least: bytes below which the latency of a fragment counts, see :func:`.cost_model.least_of_sum`.
+        count: fragments of segments that leave a choice.
     """
     nbytes, unit = numel * each, FRAGMENT_UNIT * each
-    wanted = min(DEVICE_FRAGMENTS, nbytes // max(DEVICE_FRAGMENT_BYTES, least, unit))
+    wanted = min(count, nbytes // max(DEVICE_FRAGMENT_BYTES, least, unit))
     count = max(1, min(max(wanted, -(-nbytes // max(1, budget // 4))), nbytes // unit))
     most = max(1, budget // 3 // each // FRAGMENT_UNIT)
     return min(most, max(1, -(-numel // (count * FRAGMENT_UNIT)))) * FRAGMENT_UNIT
@@ -174,9 +175,10 @@ def between_nodes(nodes: Sequence[Sequence[int]], ranks: int) -> float:
     return (ranks - least) / ranks
 
 
-def even_piece(numel: int, itemsize: int, ranks: int, budget: int) -> int:
-    """Return the elements of a frame of exchanges whose segments all have ``numel`` elements. A step has one frame for each peer."""
-    return device_cut(numel, 2 * ranks * itemsize, budget)  # sent and received
+def even_piece(numel: int, itemsize: int, ranks: int, budget: int, steps: int = DEVICE_FRAGMENTS) -> int:
+    """Return the elements of a frame of exchanges whose segments all have ``numel`` elements. A step has one frame for each peer.
+    ``steps``: those that :func:`.cost_model.exchange_steps` wants."""
+    return device_cut(numel, 2 * ranks * itemsize, budget, count=steps)  # sent and received
 
 
 #: What a slot has more than the forecast, and good forecasts in a row before one is used (seed: DeepSpeed-MoE, see docs/benchmarks.md).

@@ -14,7 +14,6 @@ import moves
 import pytest
 import torch
 import torch.distributed as dist
-from sim import streams
 
 from ds_zipccl import devices
 from ds_zipccl.comm.device import calibration, choice, engine
@@ -300,7 +299,7 @@ def test_a_rank_that_goes_by_its_own_times_is_noticed(route: CudaBackend, monkey
 
 
 def test_marks_of_the_device_cost_no_wait(route: CudaBackend, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One wait of the host for a probe, and nothing else waits; in every mode of the machine."""
+    """One wait of the host for a probe, and one for a trial where the probe is not clear; nothing else waits."""
     with_profile(monkeypatch, SLOW)
     for seed, modes in enumerate((world.Modes(), world.ALL_MODES[-1])):
         outcome = world.run(marks_alone, 2, TRIAL + 3, seed=seed, modes=modes, route=route)
@@ -308,7 +307,7 @@ def test_marks_of_the_device_cost_no_wait(route: CudaBackend, monkeypatch: pytes
         rows = counters.rows()
         # two of each rank for its staging buffers, after the first step
         waited = {row["op"]: row["host_waits"] for row in rows if row["host_waits"]}
-        assert waited == {"step": 2, "staging": 4}
+        assert waited.pop("step") in (2, 4) and waited == {"staging": 4}
 
 
 def marks_alone(rank: int, ranks: int, count: int) -> list[bool]:
@@ -447,14 +446,14 @@ def test_marks_that_were_not_made_or_reached_are_unknown(route: CudaBackend) -> 
 def unknown_marks(rank: int, ranks: int) -> None:
     config = ZipcclConfig(enabled=True, **AUTO)
     ctx = DeviceContext("step", resolve_group(None), config, "dp", "cascade", torch.device("cuda", rank))
-    first, flag = calibration.mark(ctx.device), streams.Flag()
-    flag.wait()
-    behind = calibration.mark(ctx.device)
-    assert calibration.nanoseconds(first, behind) == 1 << 62  # the device has not come to it
-    flag.set()
+    first = calibration.mark(ctx.device)
+    not_reached: Any = SimpleNamespace(query=lambda: False)
+    assert calibration.nanoseconds(first, not_reached) == 1 << 62
     assert calibration.nanoseconds(None, first) == 1 << 62
     own = calibration.nanoseconds(7, 9 if rank else 10)
     assert calibration.agreed_seconds(ctx, [own, 5 if rank else 1 << 62]) == [3e-9, float("inf")]
+    behind = calibration.mark(ctx.device)
+    torch.cuda.synchronize()
     assert calibration.nanoseconds(first, behind) < 1 << 62
     assert calibration._median(ctx, [(7, 7)] * 3) == 1e-6, "the clock stood still"
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
@@ -12,8 +12,8 @@ import torch.distributed as dist
 from ds_zipccl import kernels
 from ds_zipccl.comm.bases.state import AGREEMENT
 from ds_zipccl.comm.context import Call
-from ds_zipccl.comm.device.reports import reports_of
-from ds_zipccl.comm.device.streams import Stage, streams_of
+from ds_zipccl.comm.device.reports import Reports, reports_of
+from ds_zipccl.comm.device.streams import Stage, Streams, streams_of
 from ds_zipccl.comm.group_state import device_profile, group_nodes, group_profile, state_of
 from ds_zipccl.comm.topology import Levels
 from ds_zipccl.comm.transport import COLLECTIVE_TRANSPORTS
@@ -30,12 +30,14 @@ _GATHERS = {AGREEMENT, *(name for name, op in OPS.items() if op.traffic == "all_
 class Cut(NamedTuple):
     """How the schedules of a group cut operations, and send gathers.
 
-    ``gather``: :func:`.cost_model.gather_fragments` of the group. ``sum``: bytes of words of a fragment below which its latency counts.
+    ``gather``, ``exchange``: :func:`.cost_model.gather_fragments` and :func:`.cost_model.exchange_steps` of the group. ``sum``: bytes of
+    words of a fragment below which its latency counts.
     ``levels_from``: bytes of a collective from which on gathers go in two levels; ``raw``: without coding, in mode auto. ``levels``: of
     the group, as this rank sees them.
     """
 
     gather: Callable[..., tuple[int, bool]]
+    exchange: Callable[[float], int]
     sum: int
     levels_from: float
     raw: bool
@@ -47,6 +49,10 @@ class _Found:
 
     cut: Cut | None = None
     profile: DeviceProfile | None = None
+
+
+class _Parts(dict[tuple[torch.device, str], Any]):
+    """Device and kernel backend of the config -> kernels, streams and reports of a group's contexts. Nothing that holds the group."""
 
 
 def cut_of(group: dist.ProcessGroup, device: str) -> Cut:
@@ -62,15 +68,15 @@ def cut_of(group: dist.ProcessGroup, device: str) -> Cut:
             cost_model.least_of_sum(topology, by),
         )
         raw = profile is not None and cost_model.gathers_raw(topology, by)
-        found.cut = Cut(gather, summed, cost_model.levels_from(topology, by), raw, levels)
+        steps = partial(cost_model.exchange_steps, topology=topology, profile=by)
+        found.cut = Cut(gather, steps, summed, cost_model.levels_from(topology, by), raw, levels)
         found.profile = profile
     return found.cut
 
 
 def staging_of(config: ZipcclConfig, device: torch.device) -> int:
     """Return the bytes of the staging buffers of a device: those of the config, otherwise those on which all ranks have agreed."""
-    agreed = state_of(None).device_staging.get(device.type, config.staging)
-    return config.staging if config.staging_mib else agreed
+    return config.staging if config.staging_mib else state_of(None).device_staging.get(device.type, config.staging)
 
 
 class DeviceContext(Call):
@@ -93,10 +99,16 @@ class DeviceContext(Call):
     ) -> None:
         super().__init__(op, group, config, role)
         self.device, self.with_base = device, with_base
+        parts = self.state.of(_Parts)
+        found: Any = parts.get((device, config.route))
+        if found is None:
+            route, streams = (
+                kernels.route(kernels.preferred(config.route, device.type), device.type),
+                streams_of(device),
+            )
+            found = parts[device, config.route] = route, streams, reports_of(streams)
         self.transport = COLLECTIVE_TRANSPORTS[self.state.backend(device.type)](group)
-        self.route = cast(CudaBackend, kernels.route(kernels.preferred(config.route, device.type), device.type))
-        self.streams = streams_of(device)
-        self.reports = reports_of(self.streams)
+        self.route, self.streams, self.reports = cast(tuple[CudaBackend, Streams, Reports], found)
         self.budget = staging_of(config, device)
         self.cut = cut_of(group, device.type)
         raw = self.cut.raw and config.mode_of(role) == "auto" and op in _GATHERS

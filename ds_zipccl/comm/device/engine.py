@@ -24,7 +24,16 @@ from ds_zipccl.comm.device.sums import Part
 from ds_zipccl.comm.engine import Engine
 from ds_zipccl.comm.group_state import GroupState, resolve_group
 from ds_zipccl.comm.lossy.frames import LossyFrames
-from ds_zipccl.comm.request import Request, compare_by, copy_back, equal_shards, logical_order, memory_order, shadow_of
+from ds_zipccl.comm.request import (
+    Request,
+    compare_by,
+    copy_back,
+    equal_shards,
+    is_flat,
+    logical_order,
+    memory_order,
+    shadow_of,
+)  # fmt: skip
 from ds_zipccl.comm.spans import cut
 from ds_zipccl.comm.topology import Levels
 from ds_zipccl.ops import OPS
@@ -83,8 +92,9 @@ class StreamEngine(Engine):
                     else nullcontext()
                 ):
                     COLLECTIVES[request.op](ctx, request, inputs, outputs)
-                with ctx.streams.on(Stage.DECODE):
-                    copy_back(outputs, request.outputs)
+                if any(flat is not output for flat, output in zip(outputs, request.outputs, strict=True)):
+                    with ctx.streams.on(Stage.DECODE):
+                        copy_back(outputs, request.outputs)
             except BaseException:
                 ctx.streams.abandon([*inputs, *outputs, *request.inputs, *request.outputs])
                 raise
@@ -123,6 +133,8 @@ def _flat_on_stream(ctx: DeviceContext, request: Request) -> tuple[list[torch.Te
     stream that waits, and would then use their memory again too early.
     """
     order = memory_order if OPS[request.op].memory_order else logical_order
+    if all(map(is_flat, (*request.inputs, *request.outputs))):
+        return list(request.inputs), list(request.outputs)
     with ctx.streams.on(Stage.DECODE):
         inputs, outputs = ([order(tensor) for tensor in some] for some in (request.inputs, request.outputs))
     pairs = zip((*inputs, *outputs), (*request.inputs, *request.outputs), strict=True)

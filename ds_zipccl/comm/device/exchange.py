@@ -62,6 +62,8 @@ class _Segment:
 
     def slots(self, first: int, last: int) -> list[_Slot]:
         """Return the slots of the frames from ``first`` to before ``last``. Both sides find equal sizes."""
+        if not first and self.piece >= self.words.numel() > 0:
+            return [_Slot(self.words, *slot_of(self.words.nbytes, self.frame))]
         found = []
         for start in range(first * self.piece, min(last * self.piece, self.words.numel()), self.piece):
             words = self.words[start : start + self.piece]
@@ -138,14 +140,14 @@ def exchange_even(ctx: DeviceContext, source: torch.Tensor, target: torch.Tensor
     numel = source.numel() // ctx.size
     if not numel:
         return
-    piece = wire.even_piece(numel, source.itemsize, ctx.size, ctx.budget)
+    piece = wire.even_piece(numel, source.itemsize, ctx.size, ctx.budget, ctx.cut.exchange(source.nbytes))
     nbytes, afar = min(piece, numel) * source.itemsize, _afar(ctx)
+    leaves, comes = source.split(numel), target.split(numel)
 
     def steps_of(frame: int) -> list[_Step]:
         frames = [frame if peer in afar else 0 for peer in range(ctx.size)]
         leaving, coming = (
-            [_Segment(words, piece, one) for words, one in zip(flat.split(numel), frames, strict=True)]
-            for flat in (source, target)
+            [_Segment(words, piece, one) for words, one in zip(some, frames, strict=True)] for some in (leaves, comes)
         )
         return [_Step(ctx, leaving, coming, number, number + 1) for number in range(-(-numel // piece))]
 
@@ -159,7 +161,7 @@ def exchange_even(ctx: DeviceContext, source: torch.Tensor, target: torch.Tensor
             sizes = _send_ahead(ctx, steps_of(slot), slot)
         else:
             slot = 0
-            found = encoded_sizes(ctx, [part for peer in afar for part in source.split(numel)[peer].split(piece)])
+            found = encoded_sizes(ctx, [part for peer in afar for part in leaves[peer].split(piece)])
             with ctx.streams.on(Stage.ENCODE):
                 most = found.view(len(afar), -1).amax(0)
             sizes = agree(ctx, [most])
@@ -174,7 +176,7 @@ def exchange_even(ctx: DeviceContext, source: torch.Tensor, target: torch.Tensor
         return
     for step in steps_of(largest) if largest > slot else ():
         step.run()
-    ctx.copy(source.split(numel)[ctx.rank], target.split(numel)[ctx.rank])
+    ctx.copy(leaves[ctx.rank], comes[ctx.rank])
 
 
 def _send_ahead(ctx: DeviceContext, steps: Sequence[_Step], slot: int) -> list[int]:

@@ -7,7 +7,6 @@ The sizes of slots are the largest frame of any rank. All ranks agree on them: h
 
 from __future__ import annotations
 
-import functools
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -69,10 +68,6 @@ class Plan:
     pieces: Sequence[Piece]
     fragments: Sequence[Fragment]
     in_levels: bool = False
-
-
-#: The tables of gathers, which programs repeat.
-_table = functools.lru_cache(maxsize=4096)(GatherTable)
 
 
 def pieces_of(numels: Sequence[Sequence[int]], itemsize: int, ranks: int, budget: int) -> list[Piece]:
@@ -201,7 +196,7 @@ def plan_of(
             Parameter(piece.numel, size, shards[piece.shard].own.numel(), piece.start, raw)
             for piece, (size, raw) in zip(some, slots[first:last], strict=True)
         )
-        table = _table(parameters, shards[0].own.dtype, ctx.config.block, ctx.size)
+        table = GatherTable(parameters, shards[0].own.dtype, ctx.config.block, ctx.size)
         names = tuple(shards[one.shard].names[one.parameter] for one in some if shards[one.shard].names)
         fragments.append(Fragment(first, last, table, names))
     return Plan(pieces, fragments, in_levels)
@@ -223,7 +218,8 @@ def send_planned(
             own = staging[ctx.rank * nbytes : (ctx.rank + 1) * nbytes]
             with ctx.streams.on(Stage.ENCODE):
                 bases = None if lasts is None else lasts[part]
-                ctx.route.encode_gather(words_of(shards, pieces), code, table, own, bases=bases)
+                segments = shards[0].own if len(shards) == 1 else words_of(shards, pieces)
+                ctx.route.encode_gather(segments, code, table, own, bases=bases)
             with ctx.streams.wire():
                 all_gather(ctx, staging, own, plan.in_levels)
             with ctx.streams.on(Stage.DECODE):
@@ -244,18 +240,18 @@ def all_gather(ctx: DeviceContext, whole: torch.Tensor, own: torch.Tensor, in_le
     if not (whole.nbytes >= ctx.cut.levels_from if in_levels is None else in_levels):
         ctx.transport.all_gather(whole, own)
         return
-    levels, rows = ctx.cut.levels, whole.view(ctx.size, own.numel())  # rows of an empty part too
+    levels, rows = ctx.cut.levels, whole.view(ctx.size, own.numel()).unbind()  # rows of an empty part too
     first = [rank for rank in (*levels.node_ranks, *levels.peers) if rank != ctx.rank]
     ctx.transport.exchange({rank: rows[rank] for rank in first}, dict.fromkeys(first, own))
     forward(ctx, rows, levels, [ranks for ranks in levels.nodes if ctx.rank not in ranks])
 
 
-def forward(ctx: DeviceContext, rows: torch.Tensor, levels: Levels, nodes: Sequence[Sequence[int]]) -> None:
+def forward(ctx: DeviceContext, rows: Sequence[torch.Tensor], levels: Levels, nodes: Sequence[Sequence[int]]) -> None:
     """Bring the rows of this rank's peers on some nodes to the other ranks of its node, which bring those of theirs: an exchange inside the
     node for each of ``nodes``. Work of the current stream.
 
     Args:
-        rows: a row for each rank of the group, ``[ranks, ...]``; each row is contiguous.
+        rows: a contiguous row for each rank of the group.
     """
     others = [rank for rank in levels.node_ranks if rank != ctx.rank]
     for ranks in nodes:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from enum import Enum
@@ -30,6 +31,8 @@ class Stage(Enum):
     WIRE = "wire"
     DECODE = "decode"
 
+    __hash__ = object.__hash__  # Enum's own is a function of Python, and stages are keys of every call
+
 
 class StagingBuffer:
     """Memory for the frames of one fragment. ``last``: the event after its last use; None before the first use, and without streams.
@@ -51,30 +54,73 @@ class Streams:
         self._buffers: list[StagingBuffer] = []
         self._left: list[tuple[Any, Sequence[torch.Tensor]]] = []
         self._reserved: torch.Tensor | None = None
+        # A stream owes a wait until its next work, or until it waits for another stream that has waited: most waits are never put there.
+        self._lock, self._owed = threading.Lock(), {stage: dict[Hashable, Any]() for stage in Stage}
+        self._work = dict.fromkeys(Stage, 0)  # pieces of work of each stream
+        self._inside = dict.fromkeys(Stage, 0)  # contexts in which more of it may come
+        self._seen = {stage: dict.fromkeys(Stage, 0) for stage in Stage}  # for which of them each stream waits
         if self._runtime is not None:
             with self._runtime.device(device):
                 priority = {Stage.WIRE: -1}
                 self._streams = {
                     stage: self._runtime.Stream(device, priority=priority.get(stage, 0)) for stage in Stage
                 }
+                self._events = {stage: self._runtime.Event() for stage in Stage}
                 self._owner = self._runtime.Stream(device)  # staging buffers are allocated and freed under this stream
 
     def on(self, stage: Stage) -> AbstractContextManager[Any]:
         """Return a context in which the stream is the calling thread's current stream; a range while a profiler runs."""
-        stream = nullcontext() if self._runtime is None else self._runtime.stream(self._streams[stage])
-        return ranges.inside(ranges.RANGES[stage.value], stream)
+        name = ranges.RANGES[stage.value]
+        return ranges.inside(name) if self._runtime is None else _Current(self, self._runtime, stage, name)
 
     def begin(self) -> None:
         """Let all streams wait for the work that the caller has put on its current stream."""
         if self._runtime is not None:
-            called = self._runtime.current_stream(self.device).record_event()
-            for stream in self._streams.values():
-                stream.wait_event(called)
+            stream = self._runtime.current_stream(self.device)
+            self._owe(stream, stream.record_event())
 
     def order(self, first: Stage, second: Stage) -> None:
         """Let the second stream wait for the work that is on the first stream now."""
-        if self._runtime is not None:
-            self._streams[second].wait_event(self._streams[first].record_event())
+        if self._runtime is None:
+            return
+        with self._lock:
+            seen, new = self._seen[second], self._seen[first] | {first: self._work[first]}
+            if seen[first] >= new[first] and not self._inside[first]:
+                return
+            ours, theirs = self._owed[second], self._owed[first]
+            paid = [(key, one) for key, one in ours.items() if theirs.get(key) is not one]  # by the first stream
+        event = self._events[first]  # a wait is for its last record, which a thread beside this one may have made later
+        self._streams[first].record_event(event)
+        self._streams[second].wait_event(event)
+        with self._lock:
+            self._work[second] += 1  # those who have waited for it have not waited for this
+            seen.update({stage: work for stage, work in new.items() if work > seen[stage]})
+            for key, one in paid:
+                if self._owed[second].get(key) is one:
+                    del self._owed[second][key]
+
+    def _owe(self, key: Hashable, event: Any) -> None:
+        """Let all streams wait for an event before their next work, which takes the place of an earlier event with this key."""
+        with self._lock:
+            for owed in self._owed.values():
+                owed[key] = event
+
+    def _catch_up(self, stage: Stage) -> None:
+        """Let a stream wait for what it owes."""
+        with self._lock:
+            owed, self._owed[stage] = self._owed[stage], {}
+        for event in owed.values():
+            self._streams[stage].wait_event(event)
+
+    def _enter(self, stage: Stage) -> None:
+        self._catch_up(stage)
+        with self._lock:
+            self._inside[stage] += 1
+
+    def _leave(self, stage: Stage) -> None:
+        with self._lock:
+            self._inside[stage] -= 1
+            self._work[stage] += 1
 
     @contextmanager
     def wire(self) -> Iterator[None]:
@@ -85,8 +131,11 @@ class Streams:
         self.order(Stage.WIRE, Stage.DECODE)
 
     def record(self, stage: Stage) -> Any:
-        """Return an event after the work that is on the stream now; None without streams."""
-        return None if self._runtime is None else self._streams[stage].record_event()
+        """Return an event after the work that is on the stream now, and what it waits for; None without streams."""
+        if self._runtime is None:
+            return None
+        self._catch_up(stage)
+        return self._streams[stage].record_event()
 
     def record_all(self) -> Any:
         """Return an event after the work that is on all streams now; None without streams. The decoding stream waits for the others."""
@@ -139,8 +188,9 @@ class Streams:
             found = self._new(size)
         self._buffers.append(found)
         if self._runtime is not None and found.last is not None:
-            for stream in self._streams.values():
-                stream.wait_event(found.last)
+            self._owe(
+                id(found), found.last
+            )  # a later buffer at its place follows it: its memory is allocated in the owner's order
         return found
 
     def _new(self, size: int) -> StagingBuffer:
@@ -200,9 +250,29 @@ class Streams:
 
     def sweep(self) -> None:
         """Drop tensors that were left, as far as their work is done; does not wait."""
+        if not self._left:
+            return
         left, self._left = self._left, []
         kept = [(event, keep) for event, keep in left if not event.query()]
         self._left.extend(kept)  # a handle that has died meanwhile has left its tensors there
+
+
+class _Current:
+    """A stream is the calling thread's current one. What was put there is work for which others have not waited."""
+
+    __slots__ = ("_context", "_stage", "_streams")
+
+    def __init__(self, streams: Streams, runtime: devices.Runtime, stage: Stage, name: str) -> None:
+        self._streams, self._stage = streams, stage
+        self._context = ranges.inside(name, runtime.stream(streams._streams[stage]))
+
+    def __enter__(self) -> None:
+        self._streams._enter(self._stage)
+        self._context.__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        self._context.__exit__(*error)
+        self._streams._leave(self._stage)
 
 
 class StreamWork(Handle):

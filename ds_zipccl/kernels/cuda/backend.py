@@ -20,7 +20,7 @@ from ds_zipccl.kernels import row_moves
 from ds_zipccl.kernels.cuda import arguments, jobs
 from ds_zipccl.kernels.cuda.jobs import DTYPES, SUMMED, TRIMMED, GatherTable, Parameter, frame_bytes
 from ds_zipccl.kernels.cuda.launchers import Launcher
-from ds_zipccl.kernels.cuda.launches import Launch, Launches, observed
+from ds_zipccl.kernels.cuda.launches import Launch, Launches, Prepared, observed
 from ds_zipccl.kernels.cuda.status import NO_FAILURE, Failure, failure_of, new_status, raise_failure
 from ds_zipccl.kernels.protocol import ScaledCodec, group_bytes, scale_dtype
 from ds_zipccl.kernels.sums import add
@@ -116,7 +116,7 @@ class CudaBackend:
         rows["header"] = at
         rows["payload"] = rows["header"] + HEADER_BYTES
         rows["capacity"] = np.array(sizes, np.uint64) - HEADER_BYTES
-        self._launches.encode(rows, segments[0], code, block, overflows, [*segments, *(bases or ())], slots)
+        self._encode(rows, segments, bases, code, block, overflows, slots)
 
     def frame_sizes(
         self,
@@ -140,7 +140,15 @@ class CudaBackend:
         arguments.as_many("bytes of headers", size, "segments", len(segments), HEADER_BYTES)
         rows["header"] = at + HEADER_BYTES * np.arange(len(segments))
         rows["payload"] = rows["header"] + HEADER_BYTES
-        self._launches.encode(rows, segments[0], code, block, None, [*segments, *(bases or ())], [headers])
+        self._encode(rows, segments, bases, code, block, None, [headers])
+
+    def _encode(
+        self, rows: jobs.Rows, segments: Sequence[torch.Tensor], bases: Sequence[torch.Tensor] | None, code: str, block: int,
+        overflows: torch.Tensor | None, writes: Sequence[torch.Tensor],
+    ) -> None:  # fmt: skip
+        dtype, device = segments[0].dtype, segments[0].device
+        launches = self._launches.encoders(rows, dtype, code, block, device)
+        self._launches.encode(launches, device, overflows, [*segments, *(bases or ())], writes)
 
     def decode_frames(
         self,
@@ -178,45 +186,47 @@ class CudaBackend:
         rows["payload"] = rows["header"] + HEADER_BYTES
         if bases is not None:
             rows["base"] = arguments.bases(bases, numels, "output", dtype, device)
-        params = jobs.DecodeJobs(block=block, dtype=DTYPE_IDS[dtype], skip=jobs.NONE)
-        items = jobs.items_of(rows["numel"], block)
-        self._launches.decode(rows, items, params, 1, dtype, bases is not None, status, [*slots, *(bases or ())], outs)
+        launches = self._launches.decoders(rows, dtype, block, bases is not None, device)
+        self._launches.decode(launches, device, status, [*slots, *(bases or ())], outs)
 
     def encode_gather(
         self,
-        segments: Sequence[torch.Tensor],
+        segments: Sequence[torch.Tensor] | torch.Tensor,
         code: str,
         table: GatherTable,
         part: torch.Tensor,
         overflows: torch.Tensor | None = None,
         bases: Sequence[torch.Tensor] | None = None,
     ) -> None:
-        """Code this rank's shards, a segment for each parameter of the table, into ``part``: its part of the staging buffer, uint8.
+        """Code this rank's shards into ``part``: its part of the staging buffer, uint8. ``segments``: one for each parameter of the table,
+        or a single tensor for all, in which the table says where a shard begins.
 
         Parameters that the table says are raw get raw frames, whatever the code. Other arguments and slots that are too small are as for
         :meth:`encode_frames`; ``bases`` are for the code "delta".
         """
         arguments.choice("code", code, arguments.CODES)
-        arguments.as_many("segments", len(segments), "parameters", table.count)
-        device = self._launches.device(segments[0])
-        rows = table.encode_rows.copy()
-        rows["words"] = arguments.addresses(segments, "segment", table.dtype, device)
-        for number, (words, numel) in enumerate(zip(segments, table.numels, strict=True)):
-            if words.numel() != numel:
-                raise ValueError(
-                    f"segment {number}: got {words.numel()} words, the table has {numel}; make a table for these shards"
-                )
+        device = self._launches.device(part)
+        words = table.shard(segments, "segment", device)
+        (at,), _ = arguments.slots([part], "part", table.part_bytes, device)
         if bases is not None:
             arguments.frames(table.numels, table.dtype.itemsize, table.block, delta=True)
-        (at,), _ = arguments.slots([part], "part", table.part_bytes, device)
-        rows["header"] += at
-        rows["payload"] += at
-        if code == "raw":
-            rows["raw"] = 1
-        self._launches.put_bases(rows, bases, code, table.dtype, device, table.numels)
-        self._launches.encode(
-            rows, segments[0], code, table.block, overflows, [*segments, *(bases or ())], [part], table.items
-        )
+        raw, key, layout = code == "raw" or table.layout.raw, ("encode", code, self._launches, device), table.layout
+        last = self._launches.bases(bases, code, raw, table.dtype, device, table.numels)
+        launches = layout.take(key)
+        if not launches:
+            rows = layout.encode_rows.copy()
+            rows["raw"] |= code == "raw"
+            launches = self._launches.encoders(rows, table.dtype, code, table.block, device, layout.items)
+        for one in launches:
+            columns, its = one.columns, one.part
+            columns["words"][:], columns["capacity"][:] = words[its], table.rooms[its]
+            np.add(table.slots[its], at, out=columns["header"])
+            np.add(columns["header"], HEADER_BYTES, out=columns["payload"])
+            if last is not None:
+                columns["base"][:] = last[its]
+        reads = [segments] if isinstance(segments, torch.Tensor) else segments
+        self._launches.encode(launches, device, overflows, [*reads, *(bases or ())], [part])
+        layout.give(key, launches)
 
     def decode_gather(
         self,
@@ -240,23 +250,32 @@ class CudaBackend:
         if skip is not None and not 0 <= skip < table.ranks:
             raise ValueError(f"got rank {skip} to skip, the table has {table.ranks} ranks; give one of them, or None")
         (at,), _ = arguments.slots([staging], "staging", table.part_bytes * table.ranks, device)
-        rows = table.decode_rows.copy()
-        rows["header"] += at
-        rows["payload"] += at
-        rows["words"] = table.addresses(outs, "output", device)
+        words, base = table.addresses(outs, "output", device), None
         if bases is not None:
             arguments.frames(table.numels, table.dtype.itemsize, table.block, delta=True)
-            rows["base"] = table.addresses(bases, "base", device)
+            base = table.addresses(bases, "base", device)
         reads, writes = [staging], []
         if observed():
             # Shards of the rank to skip are neither read nor written: an encoder may read them meanwhile.
             writes = table.shards(outs, skip)
             reads += [] if bases is None else table.shards(bases, skip)
-        params = jobs.DecodeJobs(
-            rank_bytes=table.part_bytes, ranked=1, skip=jobs.NONE if skip is None else skip, dtype=DTYPE_IDS[table.dtype], block=table.block
-        )  # fmt: skip
-        ranks = table.ranks - (skip is not None)
-        self._launches.decode(rows, table.items, params, ranks, table.dtype, bases is not None, status, reads, writes)
+        key, layout = ("decode", skip, base is not None, self._launches, device), table.layout
+        launches = layout.take(key)
+        if not launches:
+            launches = self._launches.decoders(
+                layout.decode_rows.copy(), table.dtype, table.block, base is not None, device, table.ranks - (skip is not None),
+                layout.items, ranked=1, skip=jobs.NONE if skip is None else skip,
+            )  # fmt: skip
+        for one in launches:
+            columns, its = one.columns, one.part
+            one.params.rank_bytes = table.part_bytes
+            columns["words"][:], columns["bytes"][:] = words[its], table.sizes[its]
+            np.add(table.slots[its], at, out=columns["header"])
+            np.add(columns["header"], HEADER_BYTES, out=columns["payload"])
+            if base is not None:
+                columns["base"][:] = base[its]
+        self._launches.decode(launches, device, status, reads, writes)
+        layout.give(key, launches)
 
     def decode_sum_frames(
         self,
@@ -309,7 +328,8 @@ class CudaBackend:
             chunks = -(-numel // (block * CHUNK_BLOCKS))
             job.split = self._launches.split("decode_sum", dtype.itemsize, chunks, device)
             grid = (chunks << job.split, 1)
-            self._launches.launch("decode_sum", DTYPES[dtype], dtype.itemsize, grid, job, device, reads, [sums, status])
+            launch = Prepared("decode_sum", DTYPES[dtype], dtype.itemsize, grid, job)
+            self._launches.start(launch, device, reads, [sums, status])
 
     def hash_regions(self, regions: Sequence[torch.Tensor], out: torch.Tensor, key: tuple[int, int] = (0, 0)) -> None:
         """Write both halves of each region's hash (FORMAT.md section 5) to ``out``: int64, two elements for each region."""
@@ -331,8 +351,7 @@ class CudaBackend:
         for first, part, grid in jobs.launches(rows, items):
             work = tensors.filled(3 * len(part), 0, torch.int64, device)
             params = jobs.HashJobs(work=work.data_ptr(), result=result + 16 * first, key=key)
-            jobs.fill(params, jobs.HASH, part)
-            self._launches.launch("hash", "", 1, (grid, 1), params, device, regions, [out, work])
+            self._launches.start(Prepared("hash", "", 1, (grid, 1), params, part), device, regions, [out, work])
 
     # --- payloads; these calls wait for the device
 
@@ -479,7 +498,7 @@ class CudaBackend:
         if count:
             kind, itemsize = ("", 1) if dtype is None else (DTYPES[dtype], dtype.itemsize)
             grid = min(-(-count // each), _GRID), 1
-            self._launches.launch(what, kind, itemsize, grid, job, reads[0].device, reads, writes)
+            self._launches.start(Prepared(what, kind, itemsize, grid, job), reads[0].device, reads, writes)
 
     def _project(
         self,
@@ -513,7 +532,8 @@ class CudaBackend:
         count, dtype = len(segments), segments[0].dtype
         sizes = tensors.filled(2 * count, 0, torch.int64, segments[0].device)
         rows, places = self._launches.payload_rows(segments, None, "rounded", block, outs, sizes)
-        self._launches.encode(rows, segments[0], "rounded", block, None, segments, [*places, sizes], mantissa=mantissa)
+        launches = self._launches.encoders(rows, dtype, "rounded", block, segments[0].device, mantissa=mantissa)
+        self._launches.encode(launches, segments[0].device, None, segments, [*places, sizes])
         if dtype in TRIMMED:
             self._count_untrimmed(rows, segments[0], block, places, sizes)
         found: list[int] = sizes.tolist()
@@ -529,11 +549,9 @@ class CudaBackend:
         table = jobs.table(jobs.UNTRIMMED, columns, len(rows))
         for _, part, chunks in jobs.launches(table, jobs.items_of(table["numel"], block)):
             params = jobs.UntrimmedJobs(block=block)
-            jobs.fill(params, jobs.UNTRIMMED, part)
             grid = -(-chunks // _WARPS), 1
-            self._launches.launch(
-                "untrimmed", DTYPES[like.dtype], like.itemsize, grid, params, like.device, places, [sizes]
-            )
+            launch = Prepared("untrimmed", DTYPES[like.dtype], like.itemsize, grid, params, part)
+            self._launches.start(launch, like.device, places, [sizes])
 
     def decode_rounded(
         self, payload: torch.Tensor, block: int, words: torch.Tensor, adds: torch.dtype | None = None

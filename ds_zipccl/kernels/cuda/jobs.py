@@ -6,7 +6,8 @@ A table is a numpy array with a row for each job, filled a column at a time: a c
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator, Sequence
+import functools
+from collections.abc import Hashable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -172,10 +173,12 @@ def launches(rows: Rows, items: Rows) -> Iterator[tuple[int, Rows, int]]:
         yield at, part, int(ends[-1])
 
 
-def fill(params: Any, kind: np.dtype[Any], rows: Rows) -> None:
-    """Copy rows into the jobs of a struct of parameters, and set their count."""
-    np.frombuffer(params, kind, len(rows))[:] = rows
+def fill(params: Any, rows: Rows) -> Rows:
+    """Copy rows into the jobs of a struct of parameters, and set their count. Return the rows there, which keep the struct alive."""
+    there = np.frombuffer(params, rows.dtype, len(rows))
+    there[:] = rows
     params.count = len(rows)
+    return there
 
 
 class Parameter(NamedTuple):
@@ -193,6 +196,63 @@ class Parameter(NamedTuple):
     raw: bool = False
 
 
+class GatherLayout:
+    """What is the same in all gathers of ``parameters``, each without the bytes of its slot, over ``ranks``. Kept by programs, which repeat
+    their gathers with other sizes: see :func:`layout_of`. ``launches``: those that no call uses, by what they do.
+
+    Raises:
+        ValueError: a size is impossible; the message names the parameter.
+    """
+
+    def __init__(
+        self, parameters: Sequence[tuple[int, int | None, int, bool]], dtype: torch.dtype, block: int, ranks: int
+    ) -> None:
+        arguments.choice("dtype", dtype, DTYPE_IDS)
+        arguments.frames([numel for numel, *_ in parameters], dtype.itemsize, block)
+        per_element = words_of(dtype, delta=dtype not in DTYPES).per_element
+        self.numels, self.needs, starts = [], [], []
+        #: Elements from a rank's shard to that of the next rank, for each parameter.
+        self.strides: list[int] = []
+        for number, (numel, stride, start, _) in enumerate(parameters):
+            apart = numel if stride is None else stride
+            if numel < 0 or start < 0 or (apart < numel and ranks > 1):
+                raise ValueError(
+                    f"parameter {number}: got {numel} words from word {start} on, {apart} from rank to rank; shards must not overlap"
+                )
+            self.numels.append(numel)
+            self.strides.append(apart)
+            starts.append(start * dtype.itemsize)
+            self.needs.append(start + (ranks - 1) * apart + numel)
+        #: Elements that a single output for all has at least, and a single shard.
+        self.need, self.ends = max(self.needs), max(start + numel for numel, _, start, _ in parameters)
+        numels = np.array(self.numels, np.uint64) * np.uint64(per_element)
+        strides = np.array(self.strides, np.uint64) * np.uint64(per_element)
+        raw = [raw for *_, raw in parameters]
+        self.raw = all(raw)
+        self.starts: Rows = np.array(starts, np.uint64)
+        self.items = items_of(numels, block)
+        self.encode_rows = table(ENCODE, {"numel": numels, "raw": raw}, len(parameters))
+        self.decode_rows = table(DECODE, {"numel": numels, "stride": strides}, len(parameters))
+        for rows in (self.encode_rows, self.decode_rows, self.items, self.starts):
+            rows.setflags(write=False)
+        self._launches: dict[Hashable, list[Any]] = {}
+
+    def take(self, kind: Hashable) -> Any:
+        """Take launches that no other thread may use meanwhile, of which addresses are missing; None where there are none."""
+        try:
+            return self._launches.setdefault(kind, []).pop()
+        except IndexError:
+            return None
+
+    def give(self, kind: Hashable, launches: Any) -> None:
+        """Give launches back, for later calls."""
+        self._launches[kind].append(launches)
+
+
+#: Layouts of gathers (limit: more than a model has; each keeps some KiB of launches).
+layout_of = functools.lru_cache(maxsize=4096)(GatherLayout)
+
+
 class GatherTable:
     """The layout of a gather of ``parameters`` over ``ranks``, for :meth:`CudaBackend.encode_gather` and ``decode_gather``.
 
@@ -208,47 +268,22 @@ class GatherTable:
             raise ValueError(
                 f"a gather has parameters and 1 to {MAX_RANKS} ranks; got {len(parameters)} parameters, {ranks} ranks"
             )
-        arguments.choice("dtype", dtype, DTYPE_IDS)
-        arguments.frames([parameter.numel for parameter in parameters], dtype.itemsize, block)
-        per_element = words_of(dtype, delta=dtype not in DTYPES).per_element
         self.dtype, self.block, self.ranks, self.count = dtype, block, ranks, len(parameters)
-        self.numels, self.needs, starts = [], [], []
-        #: Elements from a rank's shard to that of the next rank, for each parameter.
-        self.strides: list[int] = []
-        for number, (numel, slot_bytes, stride, start, _) in enumerate(parameters):
-            apart = numel if stride is None else stride
+        found = [parameter.slot_bytes for parameter in parameters]
+        for number, slot_bytes in enumerate(found):
             if slot_bytes % 16 or slot_bytes < HEADER_BYTES:
                 raise ValueError(
                     f"slot of parameter {number}: got {slot_bytes} bytes, wanted a multiple of 16, at least {HEADER_BYTES}; round up"
                 )
-            if numel < 0 or start < 0 or (apart < numel and ranks > 1):
-                raise ValueError(
-                    f"parameter {number}: got {numel} words from word {start} on, {apart} from rank to rank; shards must not overlap"
-                )
-            self.numels.append(numel)
-            self.strides.append(apart)
-            starts.append(start * dtype.itemsize)
-            self.needs.append(start + (ranks - 1) * apart + numel)
-        sizes = np.array([parameter.slot_bytes for parameter in parameters], np.uint64)
-        ends, numels = np.cumsum(sizes, dtype=np.uint64), np.array(self.numels, np.uint64) * np.uint64(per_element)
-        strides = np.array(self.strides, np.uint64) * np.uint64(per_element)
-        slots = ends - sizes
+        self.layout = layout_of(tuple((one[0], *one[2:]) for one in parameters), dtype, block, ranks)
+        self.numels, self.needs = self.layout.numels, self.layout.needs
+        #: Bytes of the slots, and where they begin in a rank's part of the staging buffer.
+        self.sizes: Rows = np.array(found, np.uint64)
+        ends = np.cumsum(self.sizes, dtype=np.uint64)
+        self.slots: Rows = ends - self.sizes
+        self.rooms: Rows = self.sizes - np.uint64(HEADER_BYTES)
         #: Bytes of a rank's part of the staging buffer.
         self.part_bytes = int(ends[-1])
-        self.starts: Rows = np.array(starts, np.uint64)
-        self.items = items_of(numels, block)
-        room = sizes - np.uint64(HEADER_BYTES)
-        raw = [parameter.raw for parameter in parameters]
-        #: Rows with offsets where addresses will be.
-        self.encode_rows = table(
-            ENCODE, {"header": slots, "payload": slots + np.uint64(HEADER_BYTES), "numel": numels, "capacity": room, "raw": raw}, self.count
-        )  # fmt: skip
-        self.decode_rows = table(
-            DECODE, {"header": slots, "payload": slots + np.uint64(HEADER_BYTES), "bytes": sizes, "numel": numels, "stride": strides},
-            self.count,
-        )  # fmt: skip
-        for rows in (self.encode_rows, self.decode_rows, self.items, self.starts):
-            rows.setflags(write=False)
 
     def addresses(self, outs: Sequence[torch.Tensor] | torch.Tensor, name: str, device: torch.device) -> Rows:
         """Return the address of rank 0's shard of each parameter, in an output for each or in a single one for all.
@@ -257,7 +292,7 @@ class GatherTable:
             ValueError: an output is no contiguous tensor of the device and the table's dtype, or is too short.
         """
         found = [outs] if isinstance(outs, torch.Tensor) else outs
-        needs = [max(self.needs)] if isinstance(outs, torch.Tensor) else self.needs
+        needs = [self.layout.need] if isinstance(outs, torch.Tensor) else self.needs
         arguments.as_many(f"{name}s", len(found), "parameters", len(needs))
         places = arguments.addresses(found, name, self.dtype, device)
         for number, (out, need) in enumerate(zip(found, needs, strict=True)):
@@ -265,7 +300,27 @@ class GatherTable:
                 raise ValueError(
                     f"{name} {number}: got {out.numel()} words, the shards of {self.ranks} ranks end at word {need}; make it longer"
                 )
-        return np.array(places, np.uint64) + self.starts
+        return np.array(places, np.uint64) + self.layout.starts
+
+    def shard(self, own: Sequence[torch.Tensor] | torch.Tensor, name: str, device: torch.device) -> Rows:
+        """Return the address of each parameter's words of one rank: tensors of their own, or a single one for all.
+
+        Raises:
+            ValueError: as for :meth:`addresses`, or a tensor has other words.
+        """
+        if isinstance(own, torch.Tensor):
+            (at,), ends = arguments.addresses([own], name, self.dtype, device), self.layout.ends
+            if own.numel() < ends:
+                raise ValueError(f"{name}s: got {own.numel()} words, the last one ends at word {ends}; make it longer")
+            return np.add(self.layout.starts, at, dtype=np.uint64)
+        arguments.as_many(f"{name}s", len(own), "parameters", self.count)
+        places = arguments.addresses(own, name, self.dtype, device)
+        for number, (words, numel) in enumerate(zip(own, self.numels, strict=True)):
+            if words.numel() != numel:
+                raise ValueError(
+                    f"{name} {number}: got {words.numel()} words, the table has {numel}; make a table for these shards"
+                )
+        return np.array(places, np.uint64)
 
     def shards(self, outs: Sequence[torch.Tensor] | torch.Tensor, skip: int | None) -> list[torch.Tensor]:
         """Return a view of the shard of each rank but ``skip`` of each parameter, in outputs as for :meth:`addresses`."""
@@ -274,8 +329,8 @@ class GatherTable:
         rows = zip(
             found,
             self.numels,
-            map(int, self.starts // self.dtype.itemsize),
-            self.strides,
+            map(int, self.layout.starts // self.dtype.itemsize),
+            self.layout.strides,
             strict=True,
         )
         return [out.view(-1)[start + rank * stride :][:numel] for out, numel, start, stride in rows for rank in ranks]

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -35,11 +35,36 @@ class Launch:
 
 #: Called by the launching thread just before each launch, so that a detector of races sees launches that do not go through torch.
 observer: Callable[[Launch], None] | None = None
+_NOTHING = nullcontext()
 
 
 def observed() -> bool:
     """Return whether the observer wants the tensors of each launch."""
     return observer is not None
+
+
+class Prepared:
+    """A launch of which addresses and sizes of slots may still be missing. It may be started again when these were written over.
+
+    ``first``: the number of its first job. ``rows``: its jobs, memory of ``params``; ``columns``: each field of them by name.
+    """
+
+    def __init__(
+        self,
+        what: str,
+        kind: str,
+        itemsize: int,
+        grid: tuple[int, int],
+        params: Any,
+        rows: jobs.Rows | None = None,
+        first: int = 0,
+    ) -> None:
+        self.kernel, self.shared = "_".join(filter(None, ("zipccl", what, kind))), SHARED_BYTES[what][itemsize]
+        self.grid, self.params, self.first = grid, params, first
+        if rows is not None:
+            filled = jobs.fill(params, rows)
+            self.part = slice(first, first + len(rows))
+            self.columns = {name: filled[name] for name in rows.dtype.names or ()}
 
 
 class Launches:
@@ -68,22 +93,20 @@ class Launches:
         count = self._multiprocessors or waves.multiprocessors(device)
         return waves.split(chunks, waves.RESIDENT[what][itemsize], count)
 
-    def launch(
+    def start(
         self,
-        what: str,
-        kind: str,
-        itemsize: int,
-        grid: tuple[int, int],
-        params: ctypes.Structure,
+        launch: Prepared,
         device: torch.device,
         reads: Sequence[torch.Tensor],
         writes: Sequence[torch.Tensor],
     ) -> None:
-        kernel = "_".join(filter(None, ("zipccl", what, kind)))
-        with _current(device) as stream:
+        """Put a launch on the device's current stream."""
+        runtime = devices.runtime(device)
+        with _NOTHING if runtime is None else runtime.device(device):
+            stream = 0 if runtime is None else runtime.current_stream(device).cuda_stream  # 0: the tests' emulation
             if observer is not None:
-                observer(Launch(kernel, device, stream, reads, writes))
-            self._launcher.launch(kernel, grid, SHARED_BYTES[what][itemsize], params, stream)
+                observer(Launch(launch.kernel, device, stream, reads, writes))
+            self._launcher.launch(launch.kernel, launch.grid, launch.shared, launch.params, stream)
 
     def segment_rows(
         self, segments: Sequence[torch.Tensor], bases: Sequence[torch.Tensor] | None, code: str, block: int
@@ -100,86 +123,112 @@ class Launches:
         columns = {"words": arguments.addresses(segments, "segment", dtype, device), "raw": code == "raw"}
         columns["numel"] = [numel * per_element for numel in numels]
         rows = jobs.table(jobs.ENCODE, columns, len(segments))
-        self.put_bases(rows, bases, code, dtype, device, numels)
+        last = self.bases(bases, code, code == "raw", dtype, device, numels)
+        if last is not None:
+            rows["base"] = last
         return rows
 
-    def put_bases(
+    def bases(
         self,
-        rows: jobs.Rows,
         bases: Sequence[torch.Tensor] | None,
         code: str,
+        raw: bool,
         dtype: torch.dtype,
         device: torch.device,
         numels: Sequence[int],
-    ) -> None:
-        """Put the addresses of bases into the rows."""
+    ) -> list[int] | None:
+        """Return the addresses of bases, None for a code without them. ``raw``: all frames are."""
         if (bases is not None) != (code == "delta"):
             raise ValueError(
                 f"got {'no ' if bases is None else ''}bases for code {code}; bases belong to the code delta"
             )
         if bases is not None:
-            rows["base"] = arguments.bases(bases, numels, "segment", dtype, device)
-        elif not rows["raw"].all():
+            return arguments.bases(bases, numels, "segment", dtype, device)
+        if not raw:
             arguments.choice("dtype", dtype, DTYPES)
+        return None
+
+    def encoders(
+        self,
+        rows: jobs.Rows,
+        dtype: torch.dtype,
+        code: str,
+        block: int,
+        device: torch.device,
+        items: jobs.Rows | None = None,
+        mantissa: int = 0,
+    ) -> list[Prepared]:
+        """Return the launches that encode the jobs of a table. ``items``: of each job, None: see :func:`.jobs.items_of`."""
+        delta = code == "delta" or dtype not in DTYPES  # whose raw frames no other kernel copies
+        words = jobs.words_of(dtype, delta)
+        kind, found = f"{words.kind}_{'delta' if delta else 'cascade' if code == 'raw' else code}", []
+        for first, part, chunks in jobs.launches(rows, jobs.items_of(rows["numel"], block) if items is None else items):
+            split = self.split("encode", words.itemsize, chunks, device)
+            params = jobs.EncodeJobs(
+                block=block, dtype=DTYPE_IDS[dtype], split=split, element_log2=words.element_log2, mantissa=mantissa
+            )
+            found.append(Prepared("encode", kind, words.itemsize, (chunks << split, 1), params, part, first))
+        return found
 
     def encode(
         self,
-        rows: jobs.Rows,
-        like: torch.Tensor,
-        code: str,
-        block: int,
+        launches: Sequence[Prepared],
+        device: torch.device,
         overflows: torch.Tensor | None,
         reads: Sequence[torch.Tensor],
         writes: Sequence[torch.Tensor],
-        items: jobs.Rows | None = None,
-        mantissa: int = 0,
     ) -> None:
-        dtype, device = like.dtype, like.device
+        """Start launches of :meth:`encoders`."""
         counter = 0 if overflows is None else arguments.word(overflows, "overflows", torch.int32, device)
-        delta = code == "delta" or dtype not in DTYPES  # whose raw frames no other kernel copies
-        words = jobs.words_of(dtype, delta)
-        kind = f"{words.kind}_{'delta' if delta else 'cascade' if code == 'raw' else code}"
-        for _, part, chunks in jobs.launches(rows, jobs.items_of(rows["numel"], block) if items is None else items):
-            split = self.split("encode", words.itemsize, chunks, device)
-            grid = chunks << split
-            work = tensors.filled(2 + chunks + (grid if split else 0), 0, torch.int64, device)
-            ticket, places = work.data_ptr(), work.data_ptr() + 16
-            sizes = places + 8 * chunks if split else 0
-            params = jobs.EncodeJobs(
-                block=block, dtype=DTYPE_IDS[dtype], split=split, element_log2=words.element_log2, ticket=ticket, places=places,
-                sizes=sizes, overflows=counter, mantissa=mantissa,
-            )  # fmt: skip
-            jobs.fill(params, jobs.ENCODE, part)
+        for one in launches:
+            (grid, _), params = one.grid, one.params
+            chunks = grid >> params.split
+            work = tensors.filled(2 + chunks + (grid if params.split else 0), 0, torch.int64, device)
+            params.ticket, params.places, params.overflows = work.data_ptr(), work.data_ptr() + 16, counter
+            params.sizes = params.places + 8 * chunks if params.split else 0
             written = [*writes, work] if overflows is None else [*writes, work, overflows]
-            self.launch("encode", kind, words.itemsize, (grid, 1), params, device, reads, written)
+            self.start(one, device, reads, written)
+
+    def decoders(
+        self,
+        rows: jobs.Rows,
+        dtype: torch.dtype,
+        block: int,
+        delta: bool,
+        device: torch.device,
+        ranks: int = 1,
+        items: jobs.Rows | None = None,
+        suffix: str = "",
+        **more: int,
+    ) -> list[Prepared]:
+        """Return the launches that decode the jobs of a table, of so many ranks each. ``items``: as for :meth:`encoders`. ``more``: further
+        fields of :class:`.jobs.DecodeJobs`."""
+        delta = delta or dtype not in DTYPES
+        words = jobs.words_of(dtype, delta)
+        kind, found = words.kind + ("_delta" if delta else suffix), []
+        items = jobs.items_of(rows["numel"], block) if items is None else items
+        for first, part, chunks in jobs.launches(rows, items) if ranks else ():
+            split = self.split("decode", words.itemsize, chunks * ranks, device)
+            params = jobs.DecodeJobs(
+                block=block, dtype=DTYPE_IDS[dtype], split=split, element_log2=words.element_log2, first_frame=first,
+                **{"skip": jobs.NONE, **more},
+            )  # fmt: skip
+            found.append(Prepared("decode", kind, words.itemsize, (chunks << split, ranks), params, part, first))
+        return found
 
     def decode(
         self,
-        rows: jobs.Rows,
-        items: jobs.Rows,
-        params: jobs.DecodeJobs,
-        ranks: int,
-        dtype: torch.dtype,
-        delta: bool,
+        launches: Sequence[Prepared],
+        device: torch.device,
         status: torch.Tensor,
         reads: Sequence[torch.Tensor],
         writes: Sequence[torch.Tensor],
-        suffix: str = "",
     ) -> None:
-        device = reads[0].device
-        params.status = arguments.word(status, "status", torch.int64, device)
-        if not ranks:
-            return
-        delta = delta or dtype not in DTYPES
-        words = jobs.words_of(dtype, delta)
-        params.element_log2 = words.element_log2
-        for first, part, chunks in jobs.launches(rows, items):
-            params.first_frame = first
-            params.split = self.split("decode", words.itemsize, chunks * ranks, device)
-            jobs.fill(params, jobs.DECODE, part)
-            kind = words.kind + ("_delta" if delta else suffix)
-            grid = (chunks << params.split, ranks)
-            self.launch("decode", kind, words.itemsize, grid, params, device, reads, [*writes, status])
+        """Start launches of :meth:`decoders`."""
+        report = arguments.word(status, "status", torch.int64, device)
+        for one in launches:
+            one.params.status = report
+            self.start(one, device, reads, [*writes, status])
 
     def encode_payloads(
         self,
@@ -191,7 +240,10 @@ class Launches:
     ) -> list[int]:
         sizes = tensors.empty(len(segments), torch.int64, segments[0].device)
         rows, places = self.payload_rows(segments, bases, code, block, outs, sizes)
-        self.encode(rows, segments[0], code, block, None, [*segments, *(bases or ())], [*places, sizes])
+        self.encode(
+            self.encoders(rows, segments[0].dtype, code, block, segments[0].device), segments[0].device, None,
+            [*segments, *(bases or ())], [*places, sizes],
+        )  # fmt: skip
         result: list[int] = sizes.tolist()
         arguments.return_payloads(places, outs, result)
         return result
@@ -237,19 +289,6 @@ class Launches:
             },
             1,
         )
-        params = jobs.DecodeJobs(block=block, dtype=DTYPE_IDS[words.dtype], skip=jobs.NONE)
-        items = jobs.items_of(rows["numel"], block)
-        reads = [payload, *(bases or ())]
-        self.decode(rows, items, params, 1, words.dtype, bases is not None, status, reads, [words], suffix)
+        launches = self.decoders(rows, words.dtype, block, bases is not None, device, suffix=suffix)
+        self.decode(launches, device, status, [payload, *(bases or ())], [words])
         raise_failure(status)
-
-
-@contextlib.contextmanager
-def _current(device: torch.device) -> Iterator[int]:
-    """Make the device current and give its current stream."""
-    runtime = devices.runtime(device)
-    if runtime is None:  # the tests' emulation
-        yield 0
-        return
-    with runtime.device(device):
-        yield runtime.current_stream(device).cuda_stream

@@ -45,7 +45,7 @@ def copy_whole(ctx: DeviceContext, bases: Sequence[_Read], shard: Shard) -> None
         if shard.own.data_ptr() != rows[ctx.rank].data_ptr():
             rows[ctx.rank].copy_(shard.own)
     with ctx.streams.wire():
-        gather.forward(ctx, rows, levels, levels.nodes)
+        gather.forward(ctx, rows.unbind(), levels, levels.nodes)
 
 
 def copy_columns(ctx: DeviceContext, bases: Sequence[_Read]) -> None:
